@@ -224,7 +224,8 @@ def refusals(stage: int) -> dict[str, str]:
     another = ZeroEngine(other, load_config(stage=stage))
     another.close()
     found["closed"] = message(lambda: another.close(gather=True))
-    found["whole"] = str(all(torch.equal(p, q) for p, q in zip(other.parameters(), net().parameters(), strict=True)))
+    pairs = zip(other.parameters(), net().parameters(), strict=True)
+    found["whole"] = str(stage < 3 and all(torch.equal(p, q) for p, q in pairs))
     return found
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.released import owner_of
+from zero_strategy.fsdp.ownership import owner_of
 
 
 class Holder(Protocol):

@@ -81,7 +81,7 @@ def every_face(stage: int) -> list[str]:
 
     with fresh_state():
         first = make(stage)
-        model, optimizer = first.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        first.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         before = values()
         run = trainer(zero(stage), max_epochs=1, limit_train_batches=0)
         run.fit(module, lightning_loader())

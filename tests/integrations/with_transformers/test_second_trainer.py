@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.integrations.with_transformers.training import build, difference, his
 from tests.launcher import Launcher
 
 CLOSE = 2e-5
+FAR = 2e-4
+"""Of weights: a fiftieth of one of Adam's steps, which rounding turns where a gradient is all but zero."""
 
 
 def far(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -58,18 +61,21 @@ def test_two_trainers_train_one_model_in_turn(ranks: Launcher, tmp_path: Path, f
     assert (tmp_path / "zero" / "saved" / "model.safetensors").is_file()
 
 
-def resized(stage: int | None, folder: str, close: bool) -> tuple[list[Any], dict[str, Tensor], str]:
-    """The vocabulary grows after a training, and a second Trainer goes on."""
+def resized(stage: int | None, folder: str) -> tuple[list[Any], dict[str, Tensor], str]:
+    """The vocabulary grows after a training, once the error's advice is taken, and a second Trainer goes on."""
     with fresh_state():
         model, text = build("llama"), ""
         one = quick(stage, "llama", Path(folder) / "one", model)
         one.train()
-        if stage == 3:
-            with pytest.raises(RuntimeError, match=r"engine\.close\(gather=True\) makes a plain module of it") as caught:
+        if stage is None:
+            del one  # with DistributedDataParallel's hold of what accumulates gradients of the old shape
+            gc.collect()
+        else:
+            with pytest.raises((RuntimeError, ValueError)) as caught:
                 model.resize_token_embeddings(60)
             text = str(caught.value)
-        if stage is not None and close:
             zero_strategy.engine_of(one).close(gather=True)
+            assert model.get_input_embeddings().weight.shape[0] == 48
         torch.manual_seed(6)
         model.resize_token_embeddings(60)
         two = quick(stage, "llama", Path(folder) / "two", model)
@@ -78,34 +84,33 @@ def resized(stage: int | None, folder: str, close: bool) -> tuple[list[Any], dic
         return history(two), whole(two), text
 
 
-@pytest.mark.parametrize(("stage", "close"), [(1, False), (2, True), (3, True)])
-def test_a_vocabulary_grows_between_trainings(ranks: Launcher, tmp_path: Path, stage: int, close: bool) -> None:
-    plain, state, _ = ranks(2, timeout=120)(resized, None, str(tmp_path / "plain"), False)[0]
-    for ours, weights, text in ranks(2, timeout=120)(resized, stage, str(tmp_path / "zero"), close):
-        assert difference(plain, ours) < CLOSE and far(state, weights) < CLOSE
-        assert ("is released (stage 3)" in text) == (stage == 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_vocabulary_grows_between_trainings(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    plain, state, _ = ranks(2, timeout=120)(resized, None, str(tmp_path / "plain"))[0]
+    for ours, weights, text in ranks(2, timeout=120)(resized, stage, str(tmp_path / "zero")):
+        assert difference(plain, ours) < CLOSE and far(state, weights) < FAR
+        assert "model.embed_tokens.weight" in text and "close(gather=True)" in text
 
 
-def grows_in_one_trainer(stage: int, folder: str) -> list[str]:
-    """The same Trainer trains again: the model is prepared anew; without a new optimizer that is an error."""
+def gets_a_head(stage: int, folder: str) -> list[str]:
+    """A module gets parameters between trainings of one Trainer: it is prepared anew, with a new optimizer."""
     with fresh_state():
-        model, found = build("llama"), []
+        model = build("llama")
         one = quick(stage, "llama", Path(folder), model)
         one.train()
-        model.resize_token_embeddings(60)
-        with pytest.raises((RuntimeError, ValueError)) as caught:
+        engine = zero_strategy.engine_of(one)
+        model.model.norm.scale = torch.nn.Parameter(torch.ones(32))
+        found = engine.strangers()
+        with pytest.raises(RuntimeError, match=r"came into the module|trainer\.optimizer = None"):
             one.train()
-        found.append(str(caught.value))
         one.optimizer = one.lr_scheduler = None
         one.train()
-        engine = zero_strategy.engine_of(one)
-        return [*found, *engine.strangers(), str(len(engine.full_state_dict()["model.embed_tokens.weight"]))]
+        assert engine.ended and "'model.norm.scale'" in engine.ended_by
+        return [*found, *zero_strategy.engine_of(one).strangers()]
 
 
-def test_a_trainer_prepares_a_model_that_has_grown_anew(ranks: Launcher, tmp_path: Path) -> None:
-    for text, rows in ranks(2, timeout=120)(grows_in_one_trainer, 2, str(tmp_path)):
-        assert "trainer.optimizer = None" in text or "not a parameter of the sharded module" in text, text
-        assert rows == "60"
+def test_a_model_with_new_parameters_is_prepared_anew(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(2, timeout=120)(gets_a_head, 2, str(tmp_path)) == [["model.norm.scale"]] * 2
 
 
 class TrainsInside(TrainerCallback):
@@ -134,4 +139,4 @@ def inside(stage: int, folder: str) -> tuple[str, list[Any]]:
 def test_a_model_in_training_is_not_taken_away(ranks: Launcher, tmp_path: Path) -> None:
     for text, ours in ranks(2, timeout=120)(inside, 3, str(tmp_path)):
         assert "ZeroTrainer.train() is working with the engine of its GPT2LMHeadModel" in text
-        assert len(ours) == 3
+        assert len(ours) == 4
