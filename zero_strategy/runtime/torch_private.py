@@ -143,6 +143,7 @@ has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_mul_: Any = torch._foreach_mul_
+foreach_div_: Any = torch._foreach_div_
 foreach_zero_: Any = torch._foreach_zero_
 """An operation on each of a list of tensors, in one launch where they are on a GPU."""
 
