@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.compat.deepspeed import scripts as scripts
     from zero_strategy.compat.deepspeed import transformer as transformer
     from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, initialize
-    from zero_strategy.config import ZeroConfig, load_config
+    from zero_strategy.config import ZeroConfig, load_config, register_hydra
     from zero_strategy.engine import ZeroEngine
     from zero_strategy.integrations.accelerate import ZeroAccelerator
     from zero_strategy.integrations.checkpoint_dict import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
@@ -68,6 +68,7 @@ __all__ = [
     "load_config",
     "load_from_checkpoint",
     "open_checkpoint",
+    "register_hydra",
     "subscribe",
 ]
 
@@ -113,6 +114,7 @@ _MODULE_OF = {
     "load_config": "zero_strategy.config",
     "load_from_checkpoint": "zero_strategy.integrations.checkpoint_dict",
     "open_checkpoint": "zero_strategy.integrations.checkpoint_dict",
+    "register_hydra": "zero_strategy.config",
     "subscribe": "zero_strategy.publish.subscriber",
 }
 

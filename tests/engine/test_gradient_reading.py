@@ -186,7 +186,7 @@ def scale_all(model: nn.Module) -> list[Tensor]:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     for gradient in gradients:
         gradient.mul_(0.75)
-        gradient *= 1.5  # noqa: PLW2901
+        gradient *= 1.5
         gradient.data.div_(1.25)
         gradient.detach().__itruediv__(torch.tensor(0.7))
     torch._foreach_mul_(gradients, torch.tensor(0.9))

@@ -74,9 +74,9 @@ def test_another_stage_and_world_size(ranks: Launcher, tmp_path: Path) -> None:
     assert difference(whole, ranks(2)(interrupted, str(tmp_path / "c"), (1, 3), False)[0]) < 2e-6
     weights = load_file(tmp_path / "c" / "model.safetensors")
     found = ranks(3)(only_loaded, str(tmp_path / "c"))
-    for number, (state, main) in enumerate(found):
+    for number, (state, kept) in enumerate(found):
         assert all(torch.equal(state[name], weights[name]) for name in weights)
-        assert bool(main) == (number == 0), "what is saved is rank 0's alone"
+        assert bool(kept) == (number == 0), "what is saved is rank 0's alone"
 
 
 def only_loaded(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
