@@ -10,6 +10,7 @@ teardown                                              nothing moves: shards stay
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -475,6 +476,16 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._failure.forget()
         end_children_at_exit(self.launcher)
 
+    def _end_saves(self) -> None:
+        """Wait, after an exception of all ranks, for a save in the background; what goes wrong is no second exception.
+
+        Callbacks save on exceptions, too, and who catches the exception may look at the files next.
+        """
+        try:
+            self.finish_saves()
+        except Exception as error:
+            warnings.warn(f"a checkpoint that was being saved when the run failed is not there: {error}", stacklevel=2)
+
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
         self._running = False
@@ -482,6 +493,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         if not self._failed:
             self.precision_plugin.update_scale()
             self.finish_saves()
+        elif not self._alone():
+            self._end_saves()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()
