@@ -303,7 +303,7 @@ class ZeroEngine:
 
     @property
     def ended_by(self) -> str:
-        """How it ended, in a clause; "" while it lives."""
+        """A clause that says how it ended; "" while it lives."""
         return self._ended_by
 
     def strangers(self) -> list[str]:

@@ -34,7 +34,7 @@ def train_one(training: PlainTraining, step: int) -> None:
 
 
 def footprint(module: nn.Module) -> dict[str, Any]:
-    """What somebody may have set on the modules and parameters of a model."""
+    """All that somebody may have set on the modules and parameters of a model."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         own = {
@@ -67,7 +67,7 @@ class Counts(nn.Module):
 
 
 def closed(setting: Setting, config: dict[str, Any]) -> list[str]:
-    """What is wrong with a module after its engine was closed with gather, by the reference of full_state_dict()."""
+    """Faults of a module after its engine was closed with gather, by the reference of full_state_dict()."""
     wrong = []
     plain = Counts()
     before, parameters = footprint(plain), dict(plain.named_parameters())
