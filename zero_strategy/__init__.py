@@ -34,10 +34,11 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.compat.deepspeed import scripts as scripts
     from zero_strategy.compat.deepspeed import transformer as transformer
     from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, initialize
-    from zero_strategy.config import ZeroConfig, load_config
+    from zero_strategy.config import ZeroConfig, load_config, register_hydra
     from zero_strategy.engine import ZeroEngine
     from zero_strategy.integrations.accelerate import ZeroAccelerator
     from zero_strategy.integrations.checkpoint_dict import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
+    from zero_strategy.integrations.engine_of import engine_of
     from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
     from zero_strategy.integrations.transformers import ZeroTrainer
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
@@ -61,11 +62,13 @@ __all__ = [
     "ZeroStrategy",
     "ZeroTrainer",
     "add_config_arguments",
+    "engine_of",
     "init_distributed",
     "initialize",
     "load_config",
     "load_from_checkpoint",
     "open_checkpoint",
+    "register_hydra",
     "subscribe",
 ]
 
@@ -105,11 +108,13 @@ _MODULE_OF = {
     "ZeroEngine": "zero_strategy.engine",
     "ZeroTrainer": "zero_strategy.integrations.transformers",
     "add_config_arguments": "zero_strategy.compat.deepspeed.scripts",
+    "engine_of": "zero_strategy.integrations.engine_of",
     "init_distributed": "zero_strategy.comm.process_group",
     "initialize": "zero_strategy.compat.deepspeed.scripts",
     "load_config": "zero_strategy.config",
     "load_from_checkpoint": "zero_strategy.integrations.checkpoint_dict",
     "open_checkpoint": "zero_strategy.integrations.checkpoint_dict",
+    "register_hydra": "zero_strategy.config",
     "subscribe": "zero_strategy.publish.subscriber",
 }
 

@@ -16,10 +16,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
@@ -51,6 +53,7 @@ from zero_strategy.ops.library import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
 from zero_strategy.optim.consistency import OptimizerConsistency
+from zero_strategy.optim.dropped_state import DroppedState
 from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_norm
 from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
@@ -74,19 +77,24 @@ if TYPE_CHECKING:
 
 def report_to_watchdog(
     watchdog: Watchdog | None, module: nn.Module, left_inconsistent: Callable[[Collection[str]], str]
-) -> None:
+) -> list[RemovableHandle]:
     """Connect a training with the watchdog of its mesh, if there is one.
 
     Args:
         watchdog: The watchdog.
         module: Its forwards are progress; what they raise is noted.
         left_inconsistent: See `Watchdog.add_unfinished`.
+
+    Returns:
+        The handles of its hooks on the module.
     """
     if watchdog is None:
-        return
+        return []
     watchdog.add_unfinished(left_inconsistent)
-    module.register_forward_pre_hook(_Before(watchdog), prepend=True)
-    module.register_forward_hook(_After(watchdog), always_call=True)
+    return [
+        module.register_forward_pre_hook(_Before(watchdog), prepend=True),
+        module.register_forward_hook(_After(watchdog), always_call=True),
+    ]
 
 
 class _Before:
@@ -153,7 +161,6 @@ class ZeroEngine:
         module: The module.
         part: See the argument.
         config: The resolved config.
-        model: Units and buckets of the module.
         activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
         average: A running average of the weights, see `average_weights`; None: none is kept.
@@ -164,6 +171,7 @@ class ZeroEngine:
         steps: Counts optimizer steps; what is agreed at them.
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
+        holder: The integration that trains with it, held weakly; None: a script has made it by itself.
         nonfinite: Decides about steps whose gradients are not finite.
 
     Raises:
@@ -236,7 +244,9 @@ class ZeroEngine:
         self._consistency = OptimizerConsistency(self.optimizers, self.mesh.control)
         self.saver = Saver(self)
         self.steps: StepWatch = StepWatch(self.saver)
-        self.model: ShardedModel = ShardedModel(
+        self._ended_by = ""
+        self.holder: ReferenceType[Any] | None = None
+        self._model: ShardedModel | None = ShardedModel(
             module,
             self.mesh,
             zero,
@@ -252,6 +262,7 @@ class ZeroEngine:
             further_norm_groups=further,
             divisor=divisor,
         )
+        self.model.engine = self
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             cast_buffers(module, compute_dtype)
@@ -265,11 +276,41 @@ class ZeroEngine:
         self._checked: list[int] | None = None
         self._step_hooks: list[StepHooks] = []
         self._closing: list[Callable[[], None]] = []
+        self._undoing: list[Callable[[], None]] = []
         self._diagnosed = False
-        report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
+        self._module_hooks = report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
         if weights is not None:
             self._load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
+
+    @property
+    def model(self) -> ShardedModel:
+        """Units and buckets of the module.
+
+        Raises:
+            RuntimeError: If the engine has given the module back; says how.
+        """
+        if self._model is None:
+            raise RuntimeError(
+                f"this engine has ended: {self._ended_by}. The {type(self.module).__name__} is a plain module, or "
+                "another engine's; prepare it again, or make a new engine for it"
+            )
+        return self._model
+
+    @property
+    def ended(self) -> bool:
+        """True after `close(gather=True)`: the module is no longer this engine's."""
+        return self._model is None
+
+    @property
+    def ended_by(self) -> str:
+        """A clause that says how it ended; "" while it lives."""
+        return self._ended_by
+
+    def strangers(self) -> list[str]:
+        """Names of parameters that the module has got since it was sharded, and that this engine does not train."""
+        known = {id(parameter) for _, parameter in self.model.names()}
+        return [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
 
     @property
     def stage(self) -> int:
@@ -361,6 +402,12 @@ class ZeroEngine:
             check_twice(attached, self.model.names())
         names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
         check_all_held(attached, names)
+        if strangers := self.strangers():
+            raise ValueError(
+                f"parameters {strangers[:5]} came into the module after it was sharded (resize_token_embeddings, a new "
+                "head), and no rank would send their gradients: end the engine first (engine.close(gather=True)), "
+                "change the module, and prepare it again"
+            )
         tell_shared_buckets(attached, self.model)
         self._checked = self._group_sizes()
 
@@ -638,14 +685,32 @@ class ZeroEngine:
         for gradients in self._chosen(optimizer):
             gradients.clip_values(clip_value, only)
 
-    def grad_norm(self, norm_type: float | str = 2.0, optimizer: Optimizer | None = None) -> GradientNorm:
+    def grad_norm(
+        self,
+        norm_type: float | str = 2.0,
+        optimizer: Optimizer | None = None,
+        parameters: Iterable[nn.Parameter] | None = None,
+    ) -> GradientNorm:
         """Norm of the mean gradients over all ranks. A collective.
 
         Args:
             norm_type: Any positive p, or inf, also as the string "inf".
             optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
+            parameters: Those whose gradients count, the same on all ranks; default: all.
         """
-        return self._norm(norm_type, optimizer, None)
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        return self._norm(norm_type, optimizer, only)
+
+    def scale_gradients(self, factor: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Multiply the mean gradients of some parameters (default: of all) by a factor that is equal on all ranks.
+
+        Nothing is sent where they are reduced already, as after `grad_norm`.
+        """
+        self.model.moved.check("scale_gradients()", GRADIENTS)
+        self.model.reducer.settle()
+        only = None if parameters is None else {id(parameter) for parameter in parameters}
+        for gradients in self._chosen(None):
+            gradients.scale(factor, only)
 
     def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
         norm_type = norm_order(norm_type)
@@ -1082,12 +1147,36 @@ class ZeroEngine:
         self._diagnosed = True
         self._closing += closing
 
-    def close(self) -> None:
+    def when_plain(self, undo: Callable[[], None]) -> None:
+        """Call this when `close(gather=True)` makes the module plain: what somebody else has set on it goes, too."""
+        self._undoing.append(undo)
+
+    def close(self, *, gather: bool = False, optimizers: bool = False, reason: str = "") -> None:
         """End this engine: saves under way are finished, process groups, threads and files let go. All ranks call it.
 
-        The module stays as it is and cannot be gathered any more. Ranks wait for each other for some seconds, not where
-        one is known to have failed. A second call does nothing; `with ZeroEngine(...) as engine:` calls it, too.
+        Without `gather` the module stays as it is: at stage 3 each rank keeps its slices, and it cannot be gathered any
+        more. Ranks wait for each other for some seconds, not where one is known to have failed. A second call does
+        nothing; `with ZeroEngine(...) as engine:` calls it, too.
+
+        With `gather` the module becomes plain: its parameters are the same objects, each whole on every rank in memory
+        of its own, of the dtype in which the forward computes; no hooks are left, and no gradients. It takes the whole
+        model's memory on the device of every rank, and one unit's more meanwhile. Plain torch, `deepcopy`,
+        `save_pretrained`, `resize_token_embeddings`, DistributedDataParallel or another engine can go on with it. This
+        engine is of no use then, and says so.
+
+        Args:
+            gather: Make the module plain.
+            optimizers: Give the attached optimizers their whole state on every rank (Adam: two more models' memory), so
+                that they go on as plain ones; otherwise it is dropped, and their next step raises.
+            reason: How it ended, for the errors of later uses.
+
+        Raises:
+            RuntimeError: In a forward, a backward or a step, after a failure of another rank, or where the slices of
+                stage 3 can be gathered no more.
+            ValueError: If the module is one of several parts of a model (pipelines), or divides sequences.
         """
+        if gather and self._model is not None:
+            self._make_plain(optimizers, reason or "engine.close(gather=True) was called")
         if self.mesh.closed:
             return
         try:
@@ -1098,6 +1187,43 @@ class ZeroEngine:
                 self._closing.pop()()
             self.mesh.close()
             self.offloaded.close()
+
+    def _make_plain(self, keep_states: bool, reason: str) -> None:
+        model, call = self.model, "close(gather=True)"
+        if self.sequence.size > 1:
+            raise ValueError(f"{call}: ranks divide the sequences of this model (mesh.sequence); build it anew")
+        if self.mesh.closed and model.placement.shard_parameters:
+            raise RuntimeError(
+                f"{call} of an engine that was closed without it: at stage 3 each rank kept its slices, and no "
+                "connection is left to gather them; build the module anew and load a checkpoint"
+            )
+        if self.desync is not None:
+            raise RuntimeError(f"{call}: ranks cannot go on together: {self.desync}")
+        model.moved.check(call)
+        model.come_to_rest(parameters=False, call=call)
+        if self.average is not None:
+            self.average.check_not_shown(call)
+        attached = [sharded.optimizer for sharded in self.optimizers]
+        states: list[dict[str, Any]] = []
+        if not self.mesh.closed:
+            self.saver.finish()  # it may read what is about to go
+            self.mesh.barrier.wait_for_all(call)
+            states = [self.optimizer_state_dict(optimizer) for optimizer in attached if keep_states]
+        self.detach()
+        self.drop_average()
+        model.dissolve()
+        for optimizer, state in zip(attached, states, strict=False):
+            optimizer.load_state_dict(state)
+        for optimizer in attached[len(states) :]:
+            DroppedState(optimizer, reason)
+        self.activations.undo()
+        for hook in self._module_hooks:
+            hook.remove()
+        while self._closing:  # observers have hooks, too
+            self._closing.pop()()
+        while self._undoing:
+            self._undoing.pop()()
+        self._model, self._ended_by = None, reason
 
     def __enter__(self) -> Self:
         return self

@@ -70,12 +70,14 @@ class TrainState(Protocol):
     module: nn.Module
     config: ResolvedConfig
     mesh: Mesh
-    model: ShardedModel
     activations: UnitActivations
     optimizers: list[ShardedOptimizer]
     scaler: LossScaler | None
     offloaded: OffloadStores
     average: WeightAverage | None
+
+    @property
+    def model(self) -> ShardedModel: ...
 
     @property
     def stage(self) -> int: ...

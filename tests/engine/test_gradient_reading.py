@@ -1,4 +1,4 @@
-"""`p.grad` at stages 1 to 3 reads as under plain data parallelism; writes to it are refused by name."""
+"""`p.grad` at stages 1 to 3 reads, and is multiplied, as under plain data parallelism; writes are refused."""
 
 from __future__ import annotations
 
@@ -127,18 +127,20 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "real": lambda g: g.real + 1,
 }
 WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "mul_": lambda g: g.mul_(2),
+    "add_": lambda g: g.add_(2),
+    "mul_ by a tensor": lambda g: g.mul_(torch.full((12, 6), 2.0)),
+    "div_ rounding": lambda g: g.div_(2, rounding_mode="floor"),
+    "imul by a row": lambda g: g.__imul__(torch.ones(6)),
+    "data": lambda g: g.data.add_(2),
+    "foreach": lambda g: torch._foreach_mul_([g, g], [2.0, 3.0]),
     "copy_": lambda g: g.copy_(torch.zeros(())),
-    "imul": lambda g: g.__imul__(2),
     "set": lambda g: g.__setitem__(0, 1.0),
-    "data": lambda g: g.data.mul_(2),
     "new data": lambda g: setattr(g, "data", torch.zeros(12, 6)),
     "view": lambda g: g.view(-1).mul_(2),
     "row": lambda g: g[1].fill_(1.0),
     "row of a view": lambda g: g.view(6, 12)[1].__setitem__(0, 1.0),
     "unbound": lambda g: g.unbind()[0].zero_(),
     "out": lambda g: torch.add(torch.ones(12, 6), 1, out=g),
-    "foreach": lambda g: torch._foreach_mul_([g, g], 2.0),
     "numpy": lambda g: g.numpy().__setitem__(0, 1.0),
     "out of a view": lambda g: torch.add(g.view(12, 6), 1, out=g),
     "out to a view": lambda g: torch.add(g, 1, out=g.view(12, 6)),
@@ -162,10 +164,6 @@ def uses(stage: int) -> tuple[dict[str, Any], dict[str, str], list[str]]:
             use(theirs)
         except (RuntimeError, ValueError) as error:
             written[name] = str(error)
-    try:
-        nn.utils.clip_grad_norm_(pair.sharded.parameters(), 1.0)
-    except RuntimeError as error:
-        written["clip"] = str(error)
     shape = f"{tuple(theirs.shape)} {theirs.dtype} {theirs.numel()} {theirs.is_sparse}"
     return wrong, written, [repr(theirs), shape, *pair.differing()]
 
@@ -176,11 +174,52 @@ def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
         assert wrong == {}
         shown = f"GradientProxy('blocks.0.up.weight', shape=(12, 6), stage {stage})"
         assert facts == [shown, "(12, 6) torch.float32 72 False"]
-        assert written.keys() == WRITES.keys() | {"clip"}
+        assert written.keys() == WRITES.keys()
         assert "read-only" in written.pop("numpy") and "read-only" in written.pop("array")
-        assert "engine.clip_grad_norm_" in written.pop("clip")
         for message in written.values():
             assert f"'blocks.0.up.weight': at stage {stage} no rank holds it whole" in message
+
+
+def scale_all(model: nn.Module) -> list[Tensor]:
+    """Every way to multiply gradients by a number in place, and torch's clipping by norm; gives the norms."""
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.3), nn.utils.clip_grad_norm_(model.parameters(), 9.0)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(0.75)
+        gradient *= 1.5
+        gradient.data.div_(1.25)
+        gradient.detach().__itruediv__(torch.tensor(0.7))
+    torch._foreach_mul_(gradients, torch.tensor(0.9))
+    torch._foreach_div_([gradients[0], gradients[0]], 1.1)
+    return [*norms, nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))]
+
+
+def multiplied(stage: int, reduction: str) -> list[str]:
+    """By gradients and by weights after steps, with what the engine's own clipping has put off."""
+    pair = Pair(stage, reduction)
+    plain, found = torch.optim.SGD(pair.plain.parameters(), lr=0.1), []
+    for step in range(3):
+        pair.backward()
+        if step:
+            pair.backward()
+        if step == 2:
+            nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.4)
+            pair.engine.clip_grad_norm_(0.4)
+        norms = scale_all(pair.plain), scale_all(pair.sharded)
+        found += [f"{a} {b}" for a, b in zip(*norms, strict=True) if not torch.allclose(a, b, rtol=1e-6)]
+        found += pair.differing()
+        plain.step(), plain.zero_grad()
+        pair.engine.optimizers[0].optimizer.step()
+        pair.sharded.zero_grad()
+    whole = pair.engine.full_state_dict()
+    state = pair.plain.state_dict()
+    return found + [name for name in whole if not torch.allclose(whole[name], state[name], rtol=1e-6, atol=1e-7)]
+
+
+@pytest.mark.parametrize("stage, reduction", CASES)
+def test_multiplied_in_place_by_a_number(ranks: Launcher, stage: int, reduction: str) -> None:
+    for found in ranks(2)(multiplied, stage, reduction):
+        assert found == []
 
 
 def alone() -> str:
@@ -220,14 +259,15 @@ def at_a_wrong_time() -> list[str]:
     pair.backward()
     hook.remove()
     pair.sharded.zero_grad()
-    try:
-        kept.norm()
-    except RuntimeError as error:
-        said.append(str(error))
+    for use in (kept.norm, lambda: kept.mul_(2)):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
     return said
 
 
 def test_reads_at_a_wrong_time_are_refused(ranks: Launcher) -> None:
-    for running, removed in ranks(2)(at_a_wrong_time):
+    for running, removed, multiplied_late in ranks(2)(at_a_wrong_time):
         assert "while a backward is running" in running
-        assert "was removed (zero_grad)" in removed
+        assert "was removed (zero_grad)" in removed and "was removed (zero_grad)" in multiplied_late

@@ -123,3 +123,36 @@ def who_writes(tmp: str, asynchronous: bool) -> set[str]:
     finally:
         CheckpointWriter.write_all = write  # type: ignore[method-assign]
     return {"MainThread" if name.startswith("Dummy") or "rank" in name else name for name in threads}
+
+
+class Fails(Module):
+    """A batch that cannot be trained, on all ranks or on one."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        if number == 3 and self.rank in (None, dist.get_rank()):
+            raise ValueError("a bad batch")
+        return super().training_step(batch, number)
+
+
+def failing(folder: str) -> tuple[list[str], list[str], str]:
+    """Threads of saves that are alive after a fit has raised, what lies in the folder, and what `verify` says of it."""
+    module = Fails(None)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_on_exception=True)
+    run = trainer(zero(2, checkpoint={"bytes_per_second": 4000}), enable_checkpointing=True, callbacks=[saves])
+    with pytest.raises(ValueError, match="a bad batch"):
+        run.fit(module, loader())
+    alive = [thread.name for thread in threading.enumerate() if thread.name == "checkpoint"]
+    dist.barrier()
+    found = sorted(os.listdir(folder))
+    dist.barrier()
+    return alive, found, "; ".join(str(verify(Path(folder) / name).problems or "") for name in found)
+
+
+def test_a_fit_that_raises_waits_for_its_saves(ranks: Launcher, tmp_path: Path) -> None:
+    for alive, found, problems in ranks(2)(failing, str(tmp_path / "checkpoints")):
+        assert alive == [] and found and not any("tmp" in name for name in found), found
+        assert not problems

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 
@@ -65,19 +66,25 @@ def test_plugins_and_numbers_of_devices(ranks: Launcher) -> None:
     ranks(2)(plugins)
 
 
+class FitsInside(Callback):
+    """Another Trainer with other settings takes the module in the midst of a training."""
+
+    def on_train_batch_end(self, outer: Any, pl_module: Any, *_: Any) -> None:
+        if outer.global_step == 2:
+            with raises(RuntimeError, "a run of a Trainer is working with the engine"):
+                trainer(zero(1)).fit(pl_module, loader())
+            pl_module.trainer = outer
+
+
 def resharding() -> None:
     module = Module()
-    trainer(zero(3)).fit(module, loader())
-    with raises(RuntimeError, "stage was 3 and is 1", "build the module anew"):
-        trainer(zero(1)).fit(module, loader())
-    with raises(RuntimeError, "dtype", "bfloat16"):
-        trainer(zero(3), precision="bf16-true").fit(module, loader())
+    trainer(zero(3), callbacks=[FitsInside()]).fit(module, loader())
     second = copy.deepcopy(Module())
     trainer(zero(1)).fit(second, loader())
     assert error(weights(second), weights(module)) < 2e-6
 
 
-def test_one_module_one_sharding(ranks: Launcher) -> None:
+def test_a_module_in_a_fit_is_not_sharded_by_another(ranks: Launcher) -> None:
     ranks(2)(resharding)
 
 

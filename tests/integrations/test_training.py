@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+import zero_strategy
 from tests.integrations.trainers import (
     Module,
     Net,
@@ -431,23 +432,48 @@ def test_copies_of_a_trainer(ranks: Launcher, stage: int) -> None:
         assert len(found) == (0 if stage == 3 else 6) and max(found.values(), default=0.0) < CLOSE, found
 
 
-def by_ddp_afterwards(stage: int) -> str:
+def by_ddp_afterwards(stage: int) -> tuple[str, float]:
+    """The error of another strategy, and how far a training is that does what it says from one of a module like it."""
     module = Module()
-    trainer(zero(stage), max_epochs=1).fit(module, loader())
-    with pytest.raises(RuntimeError, match=r"build it anew and load engine\.full_state_dict\(\) into it") as caught:
-        trainer("ddp", max_epochs=1).fit(module, loader())
     run = trainer(zero(stage), max_epochs=1)
     run.fit(module, loader())
+    with pytest.raises(RuntimeError, match=r"engine\.close\(gather=True\) makes it a plain module again") as caught:
+        trainer("ddp", max_epochs=1).fit(module, loader())
     other = Module()
     other.load_state_dict(run.strategy.engine.full_state_dict())  # type: ignore[attr-defined]
-    trainer("ddp", max_epochs=1).fit(other, loader())
-    return str(caught.value)
+    zero_strategy.engine_of(module).close(gather=True)
+    for each in (module, other):
+        trainer("ddp", max_epochs=1).fit(each, loader())
+    return str(caught.value), max_gap(module.state_dict(), other.state_dict())
+
+
+def max_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_another_strategy_for_the_same_module_is_told(ranks: Launcher, stage: int) -> None:
-    for text in ranks(2)(by_ddp_afterwards, stage):
-        assert "sharding for life" in text
+    for text, gap in ranks(2)(by_ddp_afterwards, stage):
+        told = "wrapping its module" if stage == 3 else "is sharded by ZeroStrategy, so DDPStrategy cannot train it"
+        assert told in text and gap == 0.0
+
+
+def other_settings(stage: int) -> list[Any]:
+    """Trainers of other stages and precisions go on with one module, each with an engine of its own."""
+    module, found = Module(), list[Any]()
+    for strategy in (zero(stage), zero(stage), zero(stage, prefetch=3), zero(1)):
+        run = trainer(strategy)
+        run.fit(module, loader())
+        found.append(strategy.engine)
+    kept, renewed, last = found[0] is found[1], found[1].ended and found[2].ended, zero_strategy.engine_of(module)
+    return [kept, renewed, last is found[3] and last.stage == 1, found[1].ended_by]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainers_with_other_settings_take_a_module_over(ranks: Launcher, stage: int) -> None:
+    for kept, renewed, last, ended_by in ranks(2)(other_settings, stage):
+        assert kept and renewed and last
+        assert "with other settings (prefetch was" in ended_by
 
 
 class SearchesALine(Module):

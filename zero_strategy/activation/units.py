@@ -226,6 +226,12 @@ class UnitActivations:
         """Names of the units that are computed again."""
         return [forward.name for forward in self.forwards if forward.recomputed]
 
+    def undo(self) -> None:
+        """Let every unit have its own `forward` again."""
+        for forward in self.forwards:
+            forward.undo()
+        self.forwards, self.profile, self.store = [], None, None
+
     def choose(self, control: Communicator) -> None:
         """Choose units by the budget once something was measured; all ranks call it before an optimizer step.
 
@@ -285,13 +291,23 @@ class UnitForward:
         self._activations, self._unsharder = activations, unsharder
         self._selective = activations.mode == "selective"
         self._buffers = BufferStates(unit.module)
-        self._bound = "forward" not in vars(unit.module)
+        self._bound, self._undone = "forward" not in vars(unit.module), False
         self._forward: Callable[..., Any] = unit.module.forward
         update_wrapper(self, self._forward, updated=())
         object.__setattr__(unit.module, "forward", self)
 
+    def undo(self) -> None:
+        """Let the module have its own `forward` again; where somebody has wrapped this one, it only calls that."""
+        self._undone = True
+        if vars(self.module).get("forward") is not self:
+            return
+        if self._bound:
+            object.__delattr__(self.module, "forward")
+        else:
+            object.__setattr__(self.module, "forward", self._forward)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._undone or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # torch's compiler decides inside of its graphs what is computed again
             return self._traced(args, kwargs)

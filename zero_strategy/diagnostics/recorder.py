@@ -140,6 +140,7 @@ def record(engine: ZeroEngine, settings: DiagnosticsConfig | None = None) -> Ste
         raise ValueError("this engine is observed already; one recorder is enough, close() it before another")
     recorder = StepRecorder(engine, settings)
     engine.observed.observer = recorder
+    engine.when_plain(recorder.close)
     return recorder
 
 

@@ -16,6 +16,7 @@ Their norm in files is taken on their way there (`PowerSums`): reading them agai
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -142,6 +143,17 @@ def _is_power_of_two(factor: float) -> bool:
     return abs(math.frexp(factor)[0]) == 0.5
 
 
+def made_dense(name: str, gradient: Tensor) -> str:
+    """The warning for a sparse gradient, with the bytes of both forms."""
+    sparse = gradient._values().nbytes + gradient._indices().nbytes
+    return (
+        f"the gradient of parameter {name!r} is sparse ({sparse} bytes for {gradient._values().shape[0]} rows) and "
+        f"becomes dense here, {gradient.numel() * gradient.element_size()} bytes, as it is summed and reduced with its "
+        "bucket: sparse=True of the embedding saves neither memory nor traffic. Values are those of sparse=False. "
+        "This is said once per parameter."
+    )
+
+
 class LocalSums:
     """Sums over backwards on this rank.
 
@@ -165,6 +177,7 @@ class LocalSums:
         self._waiting_bytes = 0
         self._most_waiting = -1 if shown else most_waiting(bucket.layout.numel * dtype.itemsize)
         self.live: set[int] = set()
+        self._told_dense: set[int] = set()
         self._buffer: FlatGradients | None = None
         self.handed: dict[int, Tensor] = {}
         self.hands_over = False
@@ -177,7 +190,12 @@ class LocalSums:
     def plain(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's own, dense values of a gradient of parameter `index` that is no plain tensor."""
         gradient = local_gradient(self.bucket.parameters[index], gradient)
-        return gradient.to_dense() if gradient.is_sparse else gradient
+        if not gradient.is_sparse:
+            return gradient
+        if index not in self._told_dense and self.bucket.mesh.world_group.rank == 0:
+            self._told_dense.add(index)
+            warnings.warn(made_dense(self.bucket.names[index], gradient), stacklevel=2)
+        return gradient.to_dense()
 
     def add(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add a gradient (see `plain`); unless it is `lent` the caller lets go of it."""

@@ -231,6 +231,14 @@ class GradientBucket:
         if not self.keeps_whole:
             self.own.drop()
 
+    def give_back(self) -> None:
+        """Drop every gradient and all memory: the parameters are nobody's now."""
+        self.clear()
+        self.keeps_whole = False
+        self.reduced.forget(keep=False)
+        self.own.drop()
+        self.shown = GradientViews(self, self.bucket)
+
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
         self.version += 1

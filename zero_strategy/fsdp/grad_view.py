@@ -1,8 +1,9 @@
 """Gradient views: what `p.grad` shows where no rank holds the gradient, and how it is read.
 
 Where this rank holds a part of a gradient only, code that computes with `p.grad` (a norm, a logger) gets the whole one,
-fetched from all ranks: the number that plain torch would give. Writes would be lost, so they are refused by name, also
-those into views of what was fetched.
+fetched from all ranks: the number that plain torch would give. A multiplication by one number in place (`p.grad.mul_`,
+what torch's `clip_grad_norm_` ends with) multiplies the part of each rank. Other writes would be lost, so they are
+refused by name, also those into views of what was fetched.
 
 `p.grad` shows what plain data parallelism would have there.
 
@@ -25,7 +26,14 @@ from torch import Tensor
 
 from zero_strategy.fsdp.dtensor import held_by, like, local_values, whole_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.runtime.torch_private import DisableTorchFunctionSubclass, foreach_zero_, in_backward, version_of
+from zero_strategy.runtime.torch_private import (
+    DisableTorchFunctionSubclass,
+    foreach_div_,
+    foreach_mul_,
+    foreach_zero_,
+    in_backward,
+    version_of,
+)
 
 _STANDS_FOR = {
     Tensor.zero_,
@@ -45,6 +53,18 @@ _STANDS_FOR = {
 }
 """What `zero_grad` in all its forms does, and questions about the shape."""
 _FLAGS = {Tensor.detach_, Tensor.requires_grad_}
+_SCALINGS: dict[Any, Callable[[Tensor, Any], object]] = {
+    Tensor.mul_: Tensor.mul_,
+    Tensor.multiply_: Tensor.mul_,
+    Tensor.__imul__: Tensor.mul_,
+    Tensor.div_: Tensor.div_,
+    Tensor.divide_: Tensor.div_,
+    Tensor.true_divide_: Tensor.div_,
+    Tensor.__itruediv__: Tensor.div_,
+    foreach_mul_: Tensor.mul_,
+    foreach_div_: Tensor.div_,
+}
+"""Multiplications in place, of one tensor or several, with what each does to one."""
 _ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
 
 
@@ -55,17 +75,25 @@ class GradientProxy(Tensor):
         name: The parameter.
         stage: The ZeRO stage, for the message.
         fetch: Gives the full gradient in memory of its own. A collective where the gradient is sharded.
+        change: Changes this rank's part of it in place, by what takes a few elements.
     """
 
     name = ""
     stage = 0
     fetch: Callable[[], Tensor]
+    change: Callable[[Callable[[Tensor], object]], None]
 
     @staticmethod
-    def of(plain: Tensor, name: str, stage: int, fetch: Callable[[], Tensor]) -> GradientProxy:
+    def of(
+        plain: Tensor,
+        name: str,
+        stage: int,
+        fetch: Callable[[], Tensor],
+        change: Callable[[Callable[[Tensor], object]], None],
+    ) -> GradientProxy:
         """A handle that shares the memory and the version counter of `plain`."""
         handle = plain.as_subclass(GradientProxy)
-        handle.name, handle.stage, handle.fetch = name, stage, fetch
+        handle.name, handle.stage, handle.fetch, handle.change = name, stage, fetch, change
         return handle
 
     @classmethod
@@ -75,9 +103,13 @@ class GradientProxy(Tensor):
         """Do to the handle what it stands for; fetch the gradient for what reads it.
 
         Raises:
-            RuntimeError: For writes.
+            RuntimeError: For writes other than multiplications by one number.
         """
         call, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if _is_scaling(func, args, kwargs):
+            for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                _scale(one, _SCALINGS[func], args[1])
+            return None if isinstance(args[0], (list, tuple)) else args[0]
         _refuse_writes(func, args, kwargs, _STANDS_FOR)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # of the same version counter, so that `p.grad.data.zero_()` is noticed
@@ -85,7 +117,7 @@ class GradientProxy(Tensor):
             with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
             if func is Tensor.detach:  # no way around
-                return GradientProxy.of(result, args[0].name, args[0].stage, args[0].fetch)
+                return GradientProxy.of(result, args[0].name, args[0].stage, args[0].fetch, args[0].change)
             if type(result) is not Tensor:  # else a view by an attribute, such as `p.grad.T`: of the gradient itself
                 return result
         return FetchedGradient.call(func, args, kwargs)
@@ -145,11 +177,30 @@ class FetchedGradient(Tensor):
         return _seal(result, owners)
 
 
+def _is_scaling(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for a multiplication, in place, of gradients by one number, which every element of each is multiplied by."""
+    if func not in _SCALINGS or kwargs or len(args) != 2:
+        return False
+    return isinstance(args[1], (int, float)) or (type(args[1]) is Tensor and args[1].dim() == 0)
+
+
+def _scale(gradient: Tensor, how: Callable[[Tensor, Any], object], factor: float | Tensor) -> None:
+    """Multiply a gradient that is here, or each rank's part of one that is not."""
+    if not isinstance(gradient, GradientProxy):
+        how(gradient, factor)
+        return
+
+    def multiply(values: Tensor) -> None:
+        how(values, factor.to(values.device) if isinstance(factor, Tensor) else factor)
+
+    gradient.change(multiply)
+
+
 def unwritable(name: str, stage: int, call: str) -> str:
     """The message for a write to a gradient that is not whole here."""
     return (
         f"{call}() on the gradient of parameter {name!r}: at stage {stage} no rank holds it whole, so p.grad can be "
-        "read, zeroed and removed, but not written to. Clip with self.clip_gradients(...) or "
+        "read, multiplied by a number, zeroed and removed, but not written to. Clip with self.clip_gradients(...) or "
         "Trainer(gradient_clip_val=...) under Lightning, else engine.clip_grad_norm_ and engine.clip_grad_value_ "
         "(Lightning: trainer.strategy.engine); write a full gradient with p.grad = values, or safe_set_full_grad of "
         "zero_strategy.optim.full_state, on all ranks."
@@ -251,6 +302,8 @@ class ReadableGradients(Protocol):
 
     def reduced_part(self, index: int) -> Tensor | None: ...
 
+    def change(self, index: int, how: Callable[[Tensor], object]) -> None: ...
+
 
 def reader_of(gradients: ReadableGradients, index: int) -> Callable[[], Tensor]:
     """Reader of one gradient for as long as its bucket lives; it does not keep the bucket alive."""
@@ -263,6 +316,38 @@ def reader_of(gradients: ReadableGradients, index: int) -> Callable[[], Tensor]:
         return read_gradient(bucket, index)
 
     return read
+
+
+def changer_of(gradients: ReadableGradients, index: int) -> Callable[[Callable[[Tensor], object]], None]:
+    """Changes one gradient for as long as its bucket lives; it does not keep the bucket alive."""
+    known, name = ref(gradients), gradients.bucket.names[index]
+
+    def change(how: Callable[[Tensor], object]) -> None:
+        bucket = known()
+        if bucket is None:
+            raise RuntimeError(f"the gradient of parameter {name!r} went away with its engine")
+        change_gradient(bucket, index, how)
+
+    return change
+
+
+@torch.no_grad()
+def change_gradient(gradients: ReadableGradients, index: int, how: Callable[[Tensor], object]) -> None:
+    """Change this rank's part of the gradient that `p.grad` stands for, element by element; all ranks do the same.
+
+    Raises:
+        RuntimeError: If it was removed since, a backward is running, or `no_sync` keeps a part of it back on each rank.
+    """
+    name, stage = gradients.bucket.names[index], gradients.bucket.placement.stage
+    if in_backward():
+        raise RuntimeError(f"the gradient of parameter {name!r} is not complete while a backward is running")
+    gradients.finish()
+    gradients.sync_handles()
+    if gradients.local_sum(index) is not None:
+        raise RuntimeError(f"{unwritable(name, stage, 'mul_')} Here no_sync has kept a part of it on each rank.")
+    if index not in gradients.live:
+        raise RuntimeError(f"the gradient of parameter {name!r} was removed (zero_grad) before it was changed")
+    gradients.change(index, how)
 
 
 @torch.no_grad()
@@ -349,7 +434,7 @@ class GradientViews:
             name, stage, gradients = self._bucket.names[index], self._bucket.placement.stage, self._gradients()
             assert gradients is not None  # it asks for this
             self._handles[index] = self._stand_ins[index] = GradientProxy.of(
-                plain, name, stage, reader_of(gradients, index)
+                plain, name, stage, reader_of(gradients, index), changer_of(gradients, index)
             )
             self._versions[index] = version_of(plain)
         return self._handles[index]

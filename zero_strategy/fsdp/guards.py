@@ -18,7 +18,7 @@ from zero_strategy.fsdp.layout import Placement
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MovedStates
 from zero_strategy.fsdp.unshard import InertHook, Unit, owners, released_message
-from zero_strategy.runtime.torch_private import replace_map_tensors
+from zero_strategy.runtime.torch_private import put_back_map_tensors, replace_map_tensors
 
 
 class WatchedModel(Protocol):
@@ -40,20 +40,36 @@ class ModuleGuards:
 
     def __init__(self, model: WatchedModel) -> None:
         self._open = 0
+        self._handles: list[Any] = []
+        self._applying: list[ApplyGuard] = []
         for unit in model.units:
             if not unit.buckets:
                 continue
             for module in [unit.module, *owners(unit, model.module)]:
                 watchdog = _UnitGuard(self, model, unit)
-                module.register_state_dict_pre_hook(_Call(watchdog, "before_save"))
-                module.register_state_dict_post_hook(_Call(watchdog, "after_save"))
-                module.register_load_state_dict_pre_hook(_Call(watchdog, "before_load"))
-                module.register_load_state_dict_post_hook(_Call(watchdog, "after_load"))
+                self._handles.append(module.register_state_dict_pre_hook(_Call(watchdog, "before_save")))
+                self._handles.append(module.register_state_dict_post_hook(_Call(watchdog, "after_save")))
+                self._handles.append(module.register_load_state_dict_pre_hook(_Call(watchdog, "before_load")))
+                self._handles.append(module.register_load_state_dict_post_hook(_Call(watchdog, "after_load")))
         sharded = {id(parameter) for _, parameter in model.names()}
         for module in model.module.modules():
             if not any(id(parameter) in sharded for parameter in module.parameters()):
                 continue  # metrics and the like move as they do
-            replace_map_tensors(module, partial(ApplyGuard, module))
+            replace_map_tensors(module, partial(self._guarded, module))
+
+    def _guarded(self, module: nn.Module, original: Callable[..., nn.Module]) -> ApplyGuard:
+        guard = ApplyGuard(module, original)
+        self._applying.append(guard)
+        return guard
+
+    def unhook(self) -> None:
+        """Let go of the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for guard in self._applying:
+            put_back_map_tensors(guard.module, guard)
+        self._applying.clear()
 
     def enter(self, model: WatchedModel, call: str) -> None:
         """The outermost call of a recursion meets the other ranks where a gather follows."""

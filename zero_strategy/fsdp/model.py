@@ -40,7 +40,7 @@ from zero_strategy.fsdp.layout import (
     lies_apart,
     placement_for,
 )
-from zero_strategy.fsdp.ownership import check_unsharded, owner_of, register
+from zero_strategy.fsdp.ownership import check_unsharded, owner_of, register, unregister
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
@@ -228,6 +228,7 @@ class ShardedModel:
         device: Where the module computes.
         moved: What is on the host for a while.
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
+        engine: The engine that this is of; None: there is none, or it has let the module go.
     """
 
     def __init__(
@@ -256,6 +257,7 @@ class ShardedModel:
         self.device, self._moves = device or device_of(module), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
+        self.engine: object | None = None
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
         self.changed_values = ChangedValues(mesh) if sends_changes else None
@@ -320,7 +322,38 @@ class ShardedModel:
             buffers=self.shared_buffers,
         )
         self.guards = ModuleGuards(self)
-        module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
+        self._watching = module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
+
+    def dissolve(self) -> None:
+        """Make the module plain: whole parameters in memory of their own, no hook, no gradient. A collective.
+
+        Parameters stay the same objects, of the dtype in which the forward computes; master weights are lost. Units
+        become whole one after the other, so that besides the whole model one unit is held. Where parameters are whole
+        anyway (stages 0 to 2) nothing is sent.
+
+        Raises:
+            RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
+        """
+        self.come_to_rest(parameters=True, call="close(gather=True)")
+        for gradients in self.gradients:  # first, for the whole parameters need room
+            gradients.give_back()
+        for unit in self.units:
+            unit.gather()
+            for bucket in unit.buckets:
+                bucket.give_back()
+        self.reducer.unhook()
+        self.guards.unhook()
+        self._watching.remove()
+        if self.unsharder is not None:
+            self.unsharder.unhook()
+        unregister(self._parameters())
+        self.engine = None
+        self.buckets, self.gradients = [], []
+        self._gradient_of.clear()
+        self._places.clear()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.names())
 
     def in_tiers(self) -> dict[str, str]:
         """Kinds of state (see `MovedStates`) that are in a tier, with the setting that says so."""
@@ -333,8 +366,12 @@ class ShardedModel:
             found[GRADIENTS[0]] = "offload.gradients"
         return found
 
-    def come_to_rest(self, *, parameters: bool) -> None:
+    def come_to_rest(self, *, parameters: bool, call: str = "offload_states()") -> None:
         """Before states move: raise unless it is between steps, and release what is whole if `parameters` move.
+
+        Args:
+            parameters: They move, too.
+            call: What moves them, for the message.
 
         Raises:
             RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
@@ -345,7 +382,7 @@ class ShardedModel:
         if any(unit.depth or unit.pinned for unit in self.units):
             busy = "a forward, or of GatheredParameters"
         if busy:
-            raise RuntimeError(f"offload_states() inside of {busy}: call it between steps")
+            raise RuntimeError(f"{call} inside of {busy}: call it between steps")
         if parameters and self.unsharder is not None:
             self.unsharder.release_idle()
 

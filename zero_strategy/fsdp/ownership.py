@@ -47,14 +47,25 @@ def check_unsharded(parameters: Iterable[nn.Parameter]) -> None:
     Raises:
         ValueError: Saying so.
     """
-    if any(owner_of(parameter) is not None for parameter in parameters):
-        raise ValueError("some of these parameters are sharded by another engine already; one engine per module")
+    for parameter in parameters:
+        if (place := place_of(parameter)) is not None:
+            raise ValueError(
+                f"parameter {place[0].names[place[1]]!r} is sharded by another engine already; one engine per module. "
+                "zero_strategy.engine_of(module).close(gather=True), on all ranks, ends that engine and makes its "
+                "module plain again: whole parameters, without hooks, for another engine or plain torch"
+            )
 
 
 def register(parameters: Iterable[nn.Parameter], model: ParameterOwner) -> None:
     """Remember that `model` shards `parameters`."""
     for parameter in parameters:
         _models[parameter] = ref(model)
+
+
+def unregister(parameters: Iterable[nn.Parameter]) -> None:
+    """Forget who shards `parameters`: nobody does any more."""
+    for parameter in parameters:
+        _models.pop(parameter, None)
 
 
 def owner_of(parameter: nn.Parameter) -> ParameterOwner | None:

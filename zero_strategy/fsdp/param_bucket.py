@@ -26,7 +26,7 @@ from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
-from zero_strategy.fsdp.tracked import GET_DATA, SET_DATA, track_classes
+from zero_strategy.fsdp.tracked import GET_DATA, SET_DATA, track_classes, untrack_classes
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
 from zero_strategy.runtime.torch_private import base_of, outside_transforms, storage_key, version_of, versions_of
@@ -555,7 +555,8 @@ class ParameterBucket:
             raise ValueError(
                 f"parameter {name!r} is sharded: it cannot become a tensor of shape {tuple(values.shape)}, "
                 f"{values.dtype} on {values.device}; it has shape {tuple(segment.shape)}, {self.dtype} on "
-                f"{self.device}. Change shapes, dtypes and devices before the engine is made."
+                f"{self.device}. Change shapes, dtypes and devices before the engine is made, or after it has ended "
+                "(zero_strategy.engine_of(module).close(gather=True), on all ranks)."
             )
         if self._lies_here(values) and not segment.offset <= values.storage_offset() < segment.stop and values.numel():
             other = next(n for n, s in zip(self.names, self.layout.segments) if values.storage_offset() < s.stop)
@@ -602,6 +603,26 @@ class ParameterBucket:
         """Parameter `index` as a shaped view of the flat buffer."""
         segment = self.layout.segments[index]
         return self.flat[segment.offset : segment.stop].view(segment.shape)
+
+    @outside_inference
+    def give_back(self) -> None:
+        """Give each parameter memory of its own with its whole values, which are there; the bucket keeps none.
+
+        One parameter's values are there twice at a time, besides the bucket's.
+        """
+        assert self.gathered
+        self._take_assigned()
+        for tensor, view in zip(self.tensors, self._views, strict=True):
+            SET_DATA(tensor, view.clone(memory_format=torch.contiguous_format))
+        untrack_classes(self.parameters)
+        self._aliases.clear()
+        self._given.clear()
+        self._displaced.clear()
+        self.drop_average()
+        self.flat = self.flat.new_empty(0)
+        self.shard = self.weights = self.master = InMemory(self.flat)
+        self._views, self._poison_views = [], []
+        self.watches.clear()
 
     def check_dtype(self) -> None:
         """Raise by name if a parameter was moved or cast behind the engine's back."""

@@ -192,10 +192,15 @@ class GradientReducer:
                     parameters.make_master()
 
     def unhook(self) -> None:
-        """Let go of the parameters."""
+        """Let go of the parameters and the buckets."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.reset()
+        self._reuse.close()
+        self._awaited.clear()
+        self.buckets, self._seen, self._numbers = [], [], {}
+        self.plan = ReductionPlan([])
 
     def before_forward(self) -> None:
         """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""

@@ -342,8 +342,8 @@ _COLLECTIVES = "torch.distributed."
 _SENDERS = ("vllm.", "sglang.", "ray.", "cupy.", "nixl.")
 """Packages that send what lies at an address, which is as good as a collective."""
 ANOTHER_STRATEGY = (
-    "To train the module by another strategy, build it anew and load engine.full_state_dict() into it: a module keeps "
-    "its sharding for life."
+    "To train the module by another strategy, end the engine first, on all ranks: engine.close(gather=True) makes it a "
+    "plain module again (zero_strategy.engine_of(module) is the engine)."
 )
 
 
@@ -677,5 +677,6 @@ def _message(tensor: Tensor, call: str) -> str:
     return (
         f"parameter {name_of(tensor)!r} is released (stage 3): its values are spread over the ranks, and {call} would "
         "give NaN. Read it inside `with zero_strategy.sharding.GatheredParameters(parameters):` on all ranks, take "
-        "engine.full_state_dict(), or use stage 2, where parameters are whole."
+        "engine.full_state_dict(), or use stage 2, where parameters are whole. After training "
+        "engine.close(gather=True) makes a plain module of it (zero_strategy.engine_of(module) is the engine)."
     )

@@ -153,6 +153,16 @@ class Unsharder:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
+    def unhook(self) -> None:
+        """Let go of the modules, and of the buckets: compiled code that calls a hook still finds nothing to gather."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self.units:
+            unit.buckets = []
+        self.forget_order()
+        self._unit_of.clear()
+
     # ---- forward ----
 
     def enter(self, unit: Unit) -> None:

@@ -56,10 +56,12 @@ from zero_strategy.integrations.accelerate_models import (
 )
 from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
+from zero_strategy.integrations.joint_clip import clip_together
 from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.integrations.sequence_batches import CutLoader
 from zero_strategy.integrations.sequence_models import SequenceModel, divide_sequences
 from zero_strategy.integrations.strategy_setup import verify_settings
+from zero_strategy.integrations.takeover import hold, take_over
 from zero_strategy.integrations.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
@@ -94,6 +96,7 @@ class ZeroAccelerator(Accelerator):
     Attributes:
         zero_config: The settings.
         scaler: With mixed_precision="fp16", of all models together; else None.
+        doing: The call of a Trainer that trains with it now; "": none.
         loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
 
     Raises:
@@ -104,8 +107,10 @@ class ZeroAccelerator(Accelerator):
     zero_config: ZeroConfig
     scaler: AgreedGradScaler | None
     loss_weight: float = 1.0
+    doing: str = ""
+    _models: list[Any]
     _asked: ParallelismConfig | None = None
-    _distinct = False
+    _distinct = _on_main = False
     _share: tuple[int, int] | None = None
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
@@ -197,13 +202,23 @@ class ZeroAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model in place; also one that is only evaluated, for it may not fit otherwise."""
+        """Shard a model in place; also one that is only evaluated, for it may not fit otherwise.
+
+        A model that another Accelerator, Trainer or Fabric has prepared goes over to this one; see `take_over`.
+
+        Raises:
+            RuntimeError: If another one is working with it.
+            ValueError: If it was prepared for training already, or a script's own engine shards it.
+        """
+        self._end_outgrown(model)
         if id(model) in self._prepared.engines:
             listed = any(known is model for known in self._models)
             self._prepared.add_again(model, listed=listed, training=not evaluation_mode)
             if not listed:
                 super().prepare_model(model, device_placement, evaluation_mode=True)
             return model
+        take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
+        self._models = [known for known in self._models if known is not model]  # whose engine has ended
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
@@ -218,6 +233,7 @@ class ZeroAccelerator(Accelerator):
         else:
             self._replaced.update(divide_if_asked(model, self.zero_config, self._tensor_mesh))
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        hold(engine, self)
         self._divided[id(model)] = divide_sequences(engine)
         for divided in self._divided[id(model)]:
             divided.cut_already = self._loaders_cut
@@ -232,13 +248,28 @@ class ZeroAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
         """Let an optimizer update shards; its model may be prepared later."""
-        if getattr(optimizer, "_is_accelerate_prepared", False):
+        if isinstance(optimizer, ZeroOptimizer) and not optimizer.belongs_to(self._prepared):
+            optimizer = optimizer.optimizer  # another accelerator's
+        if isinstance(optimizer, ZeroOptimizer):
             known: ZeroOptimizer = super().prepare_optimizer(optimizer)
+            if not self._prepared.is_attached(known.optimizer):  # its engine has ended, and the model has another
+                self._attach(known.optimizer)
             return known
         self._attach(optimizer)
         prepared = ZeroOptimizer(optimizer, self._prepared, self.scaler, self._before_step, self._after_step)
         self._optimizers.append(prepared)
         return prepared
+
+    def _end_outgrown(self, model: nn.Module) -> None:
+        """End the engine of a model that has got parameters since it was prepared, so that it is prepared anew."""
+        engine = self.engines.get(id(model))
+        if engine is not None and (names := engine.strangers()) and not isinstance(model, PipelineModule):
+            engine.close(gather=True, reason=f"its module got parameters {names[:5]} and was prepared again")
+
+    @property
+    def busy(self) -> str:
+        """See `takeover.Holder`; what a Trainer does with this accelerator, or a loop over uneven batches."""
+        return self.doing or ("join_uneven_inputs" if self._prepared.followers is not None else "")
 
     def _tensor_mesh(self) -> DeviceMesh:
         """The ranks that divide layers with this one."""
@@ -372,11 +403,30 @@ class ZeroAccelerator(Accelerator):
         return plain
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The full state dict on the host of rank 0, an empty one elsewhere; all ranks call it."""
+        """The full state dict on the host of every rank, as Accelerate's with DistributedDataParallel; all call it.
+
+        It takes the bytes of all parameters and persistent buffers on each of them: on a host with R ranks R times
+        those. `main_state_dict` keeps it on rank 0 alone, and `save_model` does so by itself.
+        """
         if id(model) not in self.engines:
             return dict(super().get_state_dict(model, unwrap))
-        state = self.engines[id(model)].full_state_dict()
-        return state if self.process_index == 0 else {}
+        return self.engines[id(model)].full_state_dict(keep=not self._on_main or self.process_index == 0)
+
+    def main_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """As `get_state_dict`, but only on rank 0, and empty elsewhere, for saving; all ranks call it."""
+        self._on_main = True
+        try:
+            return self.get_state_dict(model)
+        finally:
+            self._on_main = False
+
+    def save_model(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        """As Accelerate's, whose rank 0 writes: no other rank keeps the state dict."""
+        self._on_main = True
+        try:
+            return super().save_model(model, *arguments, **keywords)
+        finally:
+            self._on_main = False
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's; engines of the models that are given end, others stay sharded for a next training.
@@ -442,28 +492,32 @@ class ZeroAccelerator(Accelerator):
     ) -> Tensor:
         """Scale the gradients of exactly these parameters so that their norm over all ranks is at most `max_norm`.
 
-        In fp16 the loss scale is undone first, in all gradients of the optimizers that hold them.
+        They may be of several prepared models: the norm is one, of all of them together. In fp16 the loss scale is
+        undone first, in all gradients of the optimizers that hold them.
 
         Returns:
             The norm before, without the loss scale, the same on all ranks.
 
         Raises:
-            ValueError: If they belong to no prepared model, or to several.
+            ValueError: If one belongs to no prepared model.
         """
         norm_type = norm_order(norm_type)
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._prepared.engine_of_parameters(chosen)
+        parts = self._prepared.engines_of_parameters(chosen)
         self._unscale_those_of(chosen)
-        with self._prepared.clipping("clip_grad_norm_", engine, chosen, max_norm, norm_type):
-            return engine.clip_grad_norm_(max_norm, norm_type, parameters=chosen)
+        with self._prepared.clipping("clip_grad_norm_", parts, max_norm, norm_type):
+            if len(parts) > 1:
+                return clip_together(parts, max_norm, norm_type)
+            return parts[0][0].clip_grad_norm_(max_norm, norm_type, parameters=chosen)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamp every gradient element of these parameters to [-clip_value, clip_value]."""
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = self._prepared.engine_of_parameters(chosen)
+        parts = self._prepared.engines_of_parameters(chosen)
         self._unscale_those_of(chosen)
-        with self._prepared.clipping("clip_grad_value_", engine, chosen, clip_value):
-            engine.clip_grad_value_(clip_value, parameters=chosen)
+        with self._prepared.clipping("clip_grad_value_", parts, clip_value):
+            for engine, own in parts:
+                engine.clip_grad_value_(clip_value, parameters=own)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

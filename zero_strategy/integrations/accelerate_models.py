@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -39,12 +40,11 @@ class PreparedModels:
         measured: What is measured of parameters from time to time; None: nothing.
 
     Attributes:
-        engines: By the models' ids.
         followers: In `join_uneven_inputs`: what ranks without a batch do.
     """
 
     def __init__(self, measured: NormSettings | None = None) -> None:
-        self.engines: dict[int, ZeroEngine] = {}
+        self._engines: dict[int, ZeroEngine] = {}
         self.followers: Followers | None = None
         self._for_training: dict[int, bool] = {}
         self._unattached: list[Optimizer] = []
@@ -56,15 +56,21 @@ class PreparedModels:
 
     # ---- models ----
 
+    @property
+    def engines(self) -> dict[int, ZeroEngine]:
+        """The engines that have not ended, by the models' ids."""
+        return {model: engine for model, engine in self._engines.items() if not engine.ended}
+
     def add(self, model: nn.Module, engine: ZeroEngine, *, training: bool) -> list[Optimizer]:
         """Keep the engine of a model that was sharded now.
 
         Returns:
             The optimizers that waited for some model, for `attach`.
         """
-        self.engines[id(model)], self._for_training[id(model)] = engine, training
+        self._engines[id(model)], self._for_training[id(model)] = engine, training
         if not isinstance(model, PipelineModule) and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", NoSync(engine))
+            engine.when_plain(partial(_remove_no_sync, model))
         if self._measured is not None:
             self._norm_logs[id(engine)] = NormLog(engine, self._measured)
         waiting, self._unattached = self._unattached, []
@@ -87,7 +93,7 @@ class PreparedModels:
     def end(self, model: Any) -> None:
         """Close the engine of a model, if it has one."""
         self._for_training.pop(id(model), None)
-        if (engine := self.engines.pop(id(model), None)) is not None:
+        if (engine := self._engines.pop(id(model), None)) is not None:
             self._norm_logs.pop(id(engine), None)
             engine.close()
 
@@ -97,11 +103,17 @@ class PreparedModels:
         Raises:
             ValueError: If it was not prepared.
         """
-        if id(model) not in self.engines:
+        engine = self._engines.get(id(model))
+        if engine is None:
             raise ValueError(
                 f"{type(model).__name__} was not prepared by this accelerator: model = accelerator.prepare(model)"
             )
-        return self.engines[id(model)]
+        if engine.ended:
+            raise ValueError(
+                f"the engine of this {type(model).__name__} has ended: {engine.ended_by}. Prepare the model again: "
+                "model = accelerator.prepare(model)"
+            )
+        return engine
 
     # ---- optimizers ----
 
@@ -146,22 +158,39 @@ class PreparedModels:
         for engine in self.engines.values():
             if any(sharded.optimizer is optimizer for sharded in engine.optimizers):
                 return engine
-        raise ValueError(f"{type(optimizer).__name__} is not attached: prepare its model too")
+        ended = [f"that of {type(one.module).__name__} has ended: {one.ended_by}" for one in self._ended()]
+        raise ValueError(
+            f"{type(optimizer).__name__} belongs to no engine: prepare its model too"
+            + (f" ({'; '.join(ended)}; prepare model and a new optimizer again)" if ended else "")
+        )
 
-    def engine_of_parameters(self, parameters: list[Any]) -> ZeroEngine:
-        """The engine whose model has all of these parameters.
+    def _ended(self) -> list[ZeroEngine]:
+        return [engine for engine in self._engines.values() if engine.ended]
+
+    def is_attached(self, optimizer: Optimizer) -> bool:
+        """True if an engine updates shards by an optimizer, or will when its model is prepared."""
+        attached = (sharded.optimizer for engine in self.engines.values() for sharded in engine.optimizers)
+        return any(optimizer is one for one in (*attached, *self._unattached))
+
+    def engines_of_parameters(self, parameters: list[Any]) -> list[tuple[ZeroEngine, list[Any]]]:
+        """The engines of parameters, each with its own of them, in the order in which models were prepared.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If one is of no prepared model.
         """
-        ids = {id(parameter) for parameter in parameters}
+        left = {id(parameter): parameter for parameter in parameters}
+        found = []
         for engine in self.engines.values():
-            if ids <= {id(parameter) for _, parameter in engine.model.names()}:
-                return engine
-        raise ValueError(
-            "the parameters to clip are not all of one prepared model: clip each model's by itself, and take them from "
-            "the object that was prepared"
-        )
+            own = [left.pop(id(parameter)) for _, parameter in engine.model.names() if id(parameter) in left]
+            if own:
+                found.append((engine, own))
+        if left or not found:
+            ended = "; ".join(f"that of {type(one.module).__name__} has ended: {one.ended_by}" for one in self._ended())
+            raise ValueError(
+                "the parameters to clip are not all of prepared models: take them from the objects that were prepared"
+                + (f" (engines: {ended})" if ended else "")
+            )
+        return found
 
     # ---- calls that ranks without a batch follow ----
 
@@ -172,11 +201,18 @@ class PreparedModels:
         return self.followers.training.together(name, self.followers.optimizer(prepared), *arguments)
 
     def clipping(
-        self, name: str, engine: ZeroEngine, parameters: list[Any], *numbers: float
+        self, name: str, parts: Sequence[tuple[ZeroEngine, list[Any]]], *numbers: float
     ) -> AbstractContextManager[None]:
-        """Around a clip; as `together`."""
+        """Around a clip; as `together`.
+
+        Raises:
+            ValueError: If it is one over several models.
+        """
         if self.followers is None:
             return nullcontext()
+        if len(parts) > 1:
+            raise ValueError(f"{name} over several models in join_uneven_inputs: clip each model's by itself")
+        engine, parameters = parts[0]
         return self.followers.training.together(name, self.followers.places(engine, parameters), *numbers)
 
     # ---- what is measured of steps ----
@@ -231,6 +267,10 @@ class ZeroOptimizer(AcceleratedOptimizer):
     ) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._models, self._agreed, self._stepping, self._stepped = models, scaler, stepping, stepped
+
+    def belongs_to(self, models: PreparedModels) -> bool:
+        """True if it was prepared with these; another accelerator wraps the optimizer inside anew."""
+        return self._models is models
 
     @property
     def engine(self) -> ZeroEngine:
@@ -348,6 +388,11 @@ def compile_in_place(module: nn.Module, settings: Mapping[str, Any], *, regions:
 
 def _repeats(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def _remove_no_sync(model: nn.Module) -> None:
+    if isinstance(vars(model).get("no_sync"), NoSync):
+        object.__delattr__(model, "no_sync")
 
 
 class NoSync:

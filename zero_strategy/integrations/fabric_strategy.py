@@ -61,6 +61,7 @@ from zero_strategy.integrations.strategy_setup import (
     shows_settings,
     verify_settings,
 )
+from zero_strategy.integrations.takeover import hold
 from zero_strategy.integrations.tensor_models import use_replaced
 
 if TYPE_CHECKING:
@@ -109,7 +110,6 @@ class FabricStrategy(TensorMesh, _Base):
 
     Attributes:
         config: The settings, as given.
-        engines: The engines of the modules that were set up.
     """
 
     plain_precision: ClassVar[type[FabricPrecision]]
@@ -154,10 +154,20 @@ class FabricStrategy(TensorMesh, _Base):
             timeout=timedelta(seconds=self.config.timeout_seconds),
             start_method=start_method,
         )
-        self.engines: list[ZeroEngine] = []
+        self._made: list[ZeroEngine] = []
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._whole_files = checkpoint_io is not None
         self._backward_sync_control: Any = BackwardSync()
+
+    @property
+    def engines(self) -> list[ZeroEngine]:
+        """The engines of the modules that were set up, but those that have ended."""
+        return [engine for engine in self._made if not engine.ended]
+
+    @property
+    def busy(self) -> str:
+        """See `takeover.Holder`: Fabric's loops are the user's own, between whose calls nothing is under way."""
+        return ""
 
     # ---- plugins and settings ----
 
@@ -244,8 +254,9 @@ class FabricStrategy(TensorMesh, _Base):
             module, resolved, self.precision.plan.compute_dtype, mesh=self._device_mesh, replaced=self._replaced
         )
         self.precision.adopt(engine, self.config.loss_scale)
-        if engine not in self.engines:
-            self.engines.append(engine)
+        hold(engine, self)
+        if engine not in self._made:
+            self._made.append(engine)
         return ShardedForward(module, engine)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -267,7 +278,11 @@ class FabricStrategy(TensorMesh, _Base):
         for engine in self.engines:
             if any(sharded.optimizer is optimizer for sharded in engine.optimizers):
                 return engine
-        raise ValueError(f"{type(optimizer).__name__} was not set up: call fabric.setup_optimizers(optimizer)")
+        ended = [f"that of {type(one.module).__name__} has ended: {one.ended_by}" for one in self._made if one.ended]
+        raise ValueError(
+            f"{type(optimizer).__name__} belongs to no engine: call fabric.setup_optimizers(optimizer)"
+            + (f" ({'; '.join(ended)})" if ended else "")
+        )
 
     def _owner(self, optimizer: Optimizer) -> ZeroEngine:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -36,7 +36,7 @@ from zero_strategy.integrations.sequence_batches import (
 from zero_strategy.integrations.tensor_models import hugging_face_models
 from zero_strategy.sequence import SequenceGroup, Visible
 from zero_strategy.sequence.attention import heads_divide
-from zero_strategy.sequence.tiling import TiledHead, tile_modules
+from zero_strategy.sequence.tiling import TiledForward, TiledHead, tile_modules
 
 _LOSSES = ("ForCausalLM", "LMHeadModel")
 _TOKENWISE = ("ForMaskedLM", "ForTokenClassification")
@@ -65,7 +65,10 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
         for outer, model in found:
             check_divisible(outer, model)
         engine.sequence = _group_for([model for _, model in found], engine)
-    return [SequenceModel(outer, model, engine.sequence, tokens) for outer, model in found]
+    divided = [SequenceModel(outer, model, engine.sequence, tokens) for outer, model in found]
+    for one in divided:
+        engine.when_plain(one.undo)
+    return divided
 
 
 class SequenceModel:
@@ -105,8 +108,22 @@ class SequenceModel:
             AttentionInterface.register(self.name, self._attend)
             model.set_attn_implementation(self.name)
         model.loss_function = _Loss(self)
-        outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True)
-        outer.register_forward_hook(_Finish(self), with_kwargs=True, always_call=True)
+        self._hooks = [
+            outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True),
+            outer.register_forward_hook(_Finish(self), with_kwargs=True, always_call=True),
+        ]
+
+    def undo(self) -> None:
+        """Let the model be as it was: its own loss, attention and forwards."""
+        self._whole(True)
+        for hook in self._hooks:
+            hook.remove()
+        if (model := self._model()) is None:
+            return
+        model.loss_function = self.plain_loss
+        for part in model.modules():
+            if isinstance(forward := vars(part).get("forward"), (TiledForward, TiledHead)):
+                forward.undo()
 
     # ---- before the forward ----
 

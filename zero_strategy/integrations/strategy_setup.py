@@ -3,7 +3,7 @@
 The mesh of `mesh.tensor` has the names of dimensions of Lightning's `ModelParallelStrategy`, so that its users' code
 runs. Under automatic optimization the Trainer steps schedulers; a `training_step` that does so, too, is an error.
 
-A module has one engine for its whole life, however many Trainers and runs it goes through.
+A module keeps its engine through Trainers and runs of the same settings; with others it gets a new one (`takeover`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import torch
@@ -34,6 +35,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.released import ANOTHER_STRATEGY
 from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.integrations.sequence_models import divide_sequences
+from zero_strategy.integrations.takeover import take_over
 from zero_strategy.integrations.tensor_models import divide_if_asked
 from zero_strategy.runtime.torch_private import map_tensors
 
@@ -264,6 +266,10 @@ def engine_of(module: nn.Module) -> ZeroEngine | None:
     return slot.engine if isinstance(slot, _EngineSlot) else None
 
 
+def _forget_engine(module: nn.Module) -> None:
+    module.__dict__.pop(_SLOT, None)
+
+
 def engine_for(
     module: nn.Module,
     config: ResolvedConfig,
@@ -283,40 +289,64 @@ def engine_for(
         make: Called as `ZeroEngine` is.
 
     Raises:
-        RuntimeError: If the module is sharded with other settings already; names them.
+        RuntimeError: If the module is sharded with other settings already, and in use; names them.
     """
-    engine = engine_of(module)
-    if engine is None:
-        if device is not None:
-            move_to(module, device)
-        if mesh is not None:
-            made = divide_if_asked(module, config.config, lambda: mesh[TENSOR])
-            if replaced is not None:
-                replaced.update(made)
-        engine = make(module, config, compute_dtype=compute_dtype, device=device)
-        divide_sequences(engine)
-        install_diagnostics(engine)
-        _tell_dtype(module, compute_dtype)
-        module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)
+    end_other_engines(module, config, compute_dtype)
+    if (engine := engine_of(module)) is not None:
         return engine
-    slot: _EngineSlot = module.__dict__[_SLOT]
-    assert slot.config is not None  # an engine may have derived more settings from it
+    if device is not None:
+        move_to(module, device)
+    if mesh is not None:
+        made = divide_if_asked(module, config.config, lambda: mesh[TENSOR])
+        if replaced is not None:
+            replaced.update(made)
+    engine = make(module, config, compute_dtype=compute_dtype, device=device)
+    divide_sequences(engine)
+    install_diagnostics(engine)
+    _tell_dtype(module, compute_dtype)
+    module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)
+    engine.when_plain(partial(_forget_engine, module))
+    return engine
+
+
+def end_other_engines(module: nn.Module, config: ResolvedConfig, compute_dtype: torch.dtype | None) -> None:
+    """End the engines of a module but one with these settings, which can go on. A collective if one ends.
+
+    Raises:
+        RuntimeError: If one is in use, or cannot give its module back; names the settings that differ.
+        ValueError: If one is a script's own.
+    """
+    engine, name = engine_of(module), type(module).__name__
+    if engine is None:
+        take_over(module, f"another strategy has set {name} up")
+        return
+    changes = _differences(module.__dict__[_SLOT], config, compute_dtype)
+    if not changes and not engine.strangers():
+        return
+    if engine.is_part or engine.sequence.size > 1:
+        raise RuntimeError(
+            f"{name} is sharded already, with other settings: {'; '.join(changes)}. Its ranks divide layers or "
+            "sequences, so that no rank can have it whole: use the same settings, or build the module anew and load a "
+            "checkpoint."
+        )
+    settings = "; ".join(changes) or f"parameters {engine.strangers()[:5]} are new"
+    take_over(module, f"{name} was set up again, with other settings ({settings})")
+
+
+def _differences(slot: _EngineSlot, config: ResolvedConfig, compute_dtype: torch.dtype | None) -> list[str]:
+    """Settings in which an engine differs from those that are asked for, in words."""
+    assert slot.config is not None and slot.engine is not None  # an engine may have derived more settings from it
     before, now = dict(slot.config.config.settings()), dict(config.config.settings())
-    differences = [
+    found = [
         f"{key} was {before[key].value} and is {now[key].value} [{now[key].origin}]"
         for key in now
         if before[key].value != now[key].value
     ]
     if slot.compute_dtype != compute_dtype:
-        differences.append(f"the parameters' dtype was {slot.compute_dtype} and is {compute_dtype}")
-    if engine.config.world_size != config.world_size:
-        differences.append(f"the world size was {engine.config.world_size} and is {config.world_size}")
-    if differences:
-        raise RuntimeError(
-            f"{type(module).__name__} is sharded already, with other settings: {'; '.join(differences)}. A module "
-            "keeps its sharding for life: use the same settings, or build the module anew and load a checkpoint."
-        )
-    return engine
+        found.append(f"the parameters' dtype was {slot.compute_dtype} and is {compute_dtype}")
+    if slot.engine.config.world_size != config.world_size:
+        found.append(f"the world size was {slot.engine.config.world_size} and is {config.world_size}")
+    return found
 
 
 class OtherStrategy:

@@ -10,6 +10,7 @@ teardown                                              nothing moves: shards stay
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -40,6 +41,7 @@ from zero_strategy.integrations.strategy_setup import (
     TensorMesh,
     check_device,
     check_world_size,
+    end_other_engines,
     engine_for,
     engine_of,
     read_settings,
@@ -48,6 +50,7 @@ from zero_strategy.integrations.strategy_setup import (
     trainer_facts,
     verify_settings,
 )
+from zero_strategy.integrations.takeover import hold
 from zero_strategy.integrations.trainer_averaging import average_on_shards, connect_averages
 from zero_strategy.integrations.trainer_callbacks import (
     FailureAgreement,
@@ -148,7 +151,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.engine: ZeroEngine | None = None
         self._whole_files = checkpoint_io is not None
         self._failure = FailureAgreement(self.config.barrier_seconds)
-        self._failed = False
+        self._failed = self._running = False
         self._drained = True
         self._signals = SavesOnSignals(self)
         self._batches = TrainingBatches(self)
@@ -240,16 +243,20 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
-        if engine_of(module) is None:
-            module.register_forward_pre_hook(OtherStrategy())
+        compute_dtype = self.precision_plugin.plan.compute_dtype
+        end_other_engines(module, self._resolve(), compute_dtype)
+        if new := engine_of(module) is None:
             # Later calls would replace modules that are sharded.
             if fitting and self._layer_sync:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
-        compute_dtype = self.precision_plugin.plan.compute_dtype
         if fitting:
             check_owned(self.config, self._facts(), later=LATER_KEYS)
         self.engine = self._engine_for(module, compute_dtype)
+        if new:
+            self.engine.when_plain(module.register_forward_pre_hook(OtherStrategy()).remove)
+        hold(self.engine, self)
+        self._running = True
         if self._failed:
             self.engine.reset()
             self._failed = False
@@ -424,6 +431,11 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     # ---- the end ----
 
     @property
+    def busy(self) -> str:
+        """See `takeover.Holder`."""
+        return "a run of a Trainer" if self._running else ""
+
+    @property
     def _interrupted(self) -> bool:
         module = self._lightning_module
         trainer = None if module is None else module._trainer
@@ -464,12 +476,25 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._failure.forget()
         end_children_at_exit(self.launcher)
 
+    def _end_saves(self) -> None:
+        """Wait, after an exception of all ranks, for a save in the background; what goes wrong is no second exception.
+
+        Callbacks save on exceptions, too, and who catches the exception may look at the files next.
+        """
+        try:
+            self.finish_saves()
+        except Exception as error:
+            warnings.warn(f"a checkpoint that was being saved when the run failed is not there: {error}", stacklevel=2)
+
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
+        self._running = False
         self._signals.forget()
         if not self._failed:
             self.precision_plugin.update_scale()
             self.finish_saves()
+        elif not self._alone():
+            self._end_saves()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
         self.cluster_environment.teardown()

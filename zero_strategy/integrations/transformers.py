@@ -47,6 +47,7 @@ from zero_strategy.integrations.accelerate_launch import asked_parallelism, with
 from zero_strategy.integrations.pretrained import from_pretrained
 from zero_strategy.integrations.sequence_batches import gathered
 from zero_strategy.integrations.sequence_models import divide_sequences
+from zero_strategy.integrations.takeover import engines_over
 from zero_strategy.integrations.tensor_models import divide_layers
 from zero_strategy.optim.averaging import WeightAverage
 
@@ -221,8 +222,10 @@ class ZeroTrainerMixin:
 
     @property
     def zero_engine(self) -> ZeroEngine | None:
-        """The engine, once the model was prepared by training or evaluation."""
+        """The engine that shards the model, once it was prepared by training or evaluation, here or by another one."""
         engine: ZeroEngine | None = self.accelerator.engines.get(id(self.model))
+        if engine is None and isinstance(self.model, nn.Module):
+            return next(iter(engines_over(self.model)), None)
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -249,7 +252,11 @@ class ZeroTrainerMixin:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
         if callback := self._averaging():
             callback.train(lambda: self.zero_engine)
-        return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
+        self.accelerator.doing = f"{type(self).__name__}.train()"
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self.accelerator.doing = ""
 
     # ---- averages of the weights ----
 
@@ -317,7 +324,7 @@ class ZeroTrainerMixin:
         if self.args.should_save:
             (Path(directory) / MANIFEST_NAME).unlink(missing_ok=True)  # of weights that are written over now
         if not is_adapted(self.model):
-            self._save(directory, state_dict=self.accelerator.get_state_dict(self.model))  # type: ignore[attr-defined]
+            self._save(directory, state_dict=self.accelerator.main_state_dict(self.model))  # type: ignore[attr-defined]
         elif self.args.should_save:
             for name, content in adapter.items():
                 path = Path(directory) / name

@@ -73,7 +73,8 @@ class OptimizerConsistency:
             f"ranks update their parts of the parameters by different rules: {_differences(described)}. Every rank "
             "must build the same optimizers, set the same hyper-parameters, change optimizer.state alike and call "
             "step() as many times: let schedules follow numbers that are the same on all ranks (reduce a metric over "
-            "the ranks first)."
+            "the ranks first). A rank whose loss has no graph of the model (a constant) runs no backward, and is a "
+            "step ahead of the others: give it a loss of the model's outputs, such as `0 * output.sum()`."
         )
 
     def _description(self) -> list[dict[str, str]]:

@@ -42,7 +42,7 @@ _REASONS = {
     "Adafactor": "it factors the second moment over rows and columns and needs whole matrices",
     "LBFGS": "a step of its own evaluates the loss several times and couples all elements",
     "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it updates rows of sparse gradients; gradients here are dense",
+    "SparseAdam": "it updates rows of sparse gradients, and gradients are dense once they are reduced",
     "LAMB": "its trust ratio needs the norm of each full parameter",
     "Lamb": "its trust ratio needs the norm of each full parameter",
     "LARS": "its trust ratio needs the norm of each full parameter",
@@ -87,7 +87,13 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
                 return
             break
     name = type(optimizer).__name__
-    if whole and not isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError(
+            f"optimizer {name} cannot run here: {_REASONS['SparseAdam']}, at every stage. Use torch.optim.Adagrad or "
+            "SGD without momentum, which leave rows without a gradient as they are and so give the same, or "
+            "torch.optim.AdamW, whose moments of such rows decay; sparse=True of the embedding saves nothing then"
+        )
+    if whole and not isinstance(optimizer, torch.optim.LBFGS):
         return
     reason = _REASONS.get(name) or why_not_elementwise(optimizer)
     if reason is None:

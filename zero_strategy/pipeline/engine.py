@@ -391,8 +391,17 @@ class PipelineEngine(ZeroEngine):
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in param_groups]
         return StageGroups(groups, {name: self.order(name) for group in groups for name in group})
 
-    def close(self) -> None:
-        """See `ZeroEngine.close`. What the PipelineModule has made stays with it."""
+    def close(self, *, gather: bool = False, optimizers: bool = False, reason: str = "") -> None:
+        """See `ZeroEngine.close`. What the PipelineModule has made stays with it.
+
+        Raises:
+            ValueError: With `gather`.
+        """
+        if gather:
+            raise ValueError(
+                "close(gather=True): layers of a pipeline are spread over its stages; save them "
+                "(engine.save_pretrained, engine.save), and load the whole model from there"
+            )
         super().close()
         self.executor.close()
         self._ties.unguarded()

@@ -232,7 +232,8 @@ class Reconciliation:
 
 
 class _Ledgered(Protocol):
-    model: ShardedModel
+    @property
+    def model(self) -> ShardedModel: ...
 
     def ledger(self) -> Ledger: ...
 

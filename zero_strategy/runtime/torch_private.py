@@ -160,6 +160,7 @@ has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
 foreach_mul_: Any = torch._foreach_mul_
+foreach_div_: Any = torch._foreach_div_
 foreach_zero_: Any = torch._foreach_zero_
 """An operation on each of a list of tensors, in one launch where they are on a GPU."""
 
@@ -282,6 +283,12 @@ def replace_map_tensors(module: nn.Module, make: Callable[[Any], Any]) -> None:
     """
     # The module's own cast methods look `_apply` up on the object.
     object.__setattr__(module, "_apply", make(type(module)._apply))
+
+
+def put_back_map_tensors(module: nn.Module, replacement: Any) -> None:
+    """Undo `replace_map_tensors`, unless somebody has replaced it since."""
+    if vars(module).get("_apply") is replacement:
+        object.__delattr__(module, "_apply")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

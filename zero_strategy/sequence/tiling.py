@@ -283,6 +283,11 @@ class TiledForward:
         self._module, self._forward, self._tokens = module, module.forward, tokens
         object.__setattr__(module, "forward", self)
 
+    def undo(self) -> None:
+        """Let the module have its own `forward` again."""
+        if vars(self._module).get("forward") is self:
+            object.__delattr__(self._module, "forward")
+
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or x.dim() < 3:
             return self._forward(x, *args, **kwargs)
@@ -323,6 +328,11 @@ class TiledHead:
         self._labels: Tensor | None = None
         self._found: tuple[Tensor, Tensor] | None = None
         object.__setattr__(head, "forward", self)
+
+    def undo(self) -> None:
+        """Let the layer have its own `forward` again."""
+        if vars(self._head).get("forward") is self:
+            object.__delattr__(self._head, "forward")
 
     def expect(self, labels: Tensor) -> None:
         """The next forward computes the loss of these labels, (batch, tokens); -100 counts for nothing."""

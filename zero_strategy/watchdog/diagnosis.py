@@ -93,6 +93,13 @@ Begun = tuple[str, str, int, str]
 """A collective as it is compared: kind, what of, bytes, dtype."""
 
 
+NO_BACKWARD = (
+    "If a rank's loss has no graph of the model (a constant, a batch that is skipped), it runs no backward, and the "
+    "others wait for its part: give it a loss of the model's outputs, such as `0 * output.sum()`, which adds zeros"
+)
+"""Advice where some ranks run a backward and others do not."""
+
+
 class DesyncError(RuntimeError):
     """Ranks cannot go on together: one has failed, is gone, is stopped, or came to another collective.
 

@@ -19,12 +19,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from zero_strategy.runtime.worker import Watch
 from zero_strategy.watchdog.diagnosis import (
+    NO_BACKWARD,
     DesyncError,
     Failure,
     RankLabels,
@@ -182,6 +184,14 @@ class Watchdog:
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # the last is the first: the reason is told before any connection breaks
 
+    def _advised(self, failure: Failure) -> Failure:
+        """The failure, with what to look for where some ranks wait in a backward that others do not run."""
+        places = [place for place in failure.text.split("; ") if " wait" in place or " in no collective" in place]
+        backward = ["(backward, " in place for place in places]
+        if failure.kind not in ("different", "locked") or not any(backward) or all(backward):
+            return failure
+        return replace(failure, text=f"{failure.text}. {NO_BACKWARD}")
+
     def add_unfinished(self, says: Callable[[Collection[str]], str]) -> None:
         """Ask this what an exception has left unfinished on this rank.
 
@@ -238,7 +248,7 @@ class Watchdog:
         """
         with self._lock:
             if self.failure is None:
-                self.failure = self._store_client.post(failure)
+                self.failure = self._store_client.post(self._advised(failure))
                 for reference in self._breaks:
                     if (end := reference()) is not None:
                         with contextlib.suppress(Exception):

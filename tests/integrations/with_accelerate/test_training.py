@@ -200,7 +200,7 @@ def messages() -> dict[str, str]:
 def test_mistakes_are_named(ranks: Launcher) -> None:
     for found in ranks(2)(messages):
         assert "prepare the model too" in found["foreign optimizer"]
-        assert "not all of one prepared model" in found["foreign parameters"]
+        assert "not all of prepared models" in found["foreign parameters"]
         assert "Net was not prepared" in found["unknown model"]
         assert "output_dir" in found["no place"]
         assert "/nonexistent" in found["nothing there"]
