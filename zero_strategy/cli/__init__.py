@@ -28,6 +28,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zero_strategy.cli.arguments import CommandParser
 from zero_strategy.cli.checkpoint import add_checkpoint_commands, run_checkpoint_command
 from zero_strategy.cli.config import (
     add_accelerate_config_command,
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names in files are anybody's, and a terminal may be ASCII
-    parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
+    parser = CommandParser(prog="zero-strategy", description="Tools of zero_strategy.")
     parser.add_argument("--version", action="version", version=f"zero-strategy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     build = commands.add_parser("build", help="compile the native ops and the file I/O into the cache")
