@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from zero_strategy.cli import main
 from zero_strategy.config import load_config
+
+HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -38,6 +43,23 @@ def test_usage_errors_name_the_nearest_word(
     text = said(arguments, capsys)
     assert words in text and "usage:" not in text and len(text.splitlines()) == 2
     assert text.splitlines()[-1].endswith("--help` shows what there is")
+
+
+@pytest.mark.parametrize("action", [["inspect"], ["convert"]])
+def test_that_nothing_is_there_is_told_before_torch_is_imported(action: list[str], tmp_path: Path) -> None:
+    """Torch's import takes seconds on a busy machine."""
+    (tmp_path / "empty").mkdir()
+    code = (
+        "import sys; from zero_strategy.cli import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    for name, words in (("empty", "the directory is empty"), ("absent", "no such file or directory")):
+        target = ["out"] if action == ["convert"] else []
+        done = subprocess.run(
+            [sys.executable, "-c", code, "checkpoint", *action, name, *target], cwd=tmp_path, env=HERE,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2 and f"{tmp_path / name}: " in done.stderr and words in done.stderr, done.stderr
 
 
 def test_a_file_without_its_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
