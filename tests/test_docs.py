@@ -151,3 +151,37 @@ def test_every_page_is_in_the_site() -> None:
     """`make docs` builds the site; a page that its navigation leaves out would be found by nobody."""
     listed = set(re.findall(r"[\w./]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} == listed
+
+
+def docstrings(path: Path) -> list[str]:
+    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, DOCUMENTED))
+    return [text for text in found if text]
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def test_examples_in_docstrings_are_blocks_of_code() -> None:
+    """The site renders what stands below `Example:` as Markdown; without a fence its lines run together."""
+    texts = [(path, text) for path in sorted(PACKAGE.rglob("*.py")) for text in docstrings(path)]
+    bare = [
+        str(path.relative_to(ROOT))
+        for path, text in texts
+        for found in re.finditer(r"^( *)Examples?:\n(.*?)(?=^\1\S|\Z)", text, re.DOTALL | re.MULTILINE)
+        if not re.match(r" *```python\n(.*?)^ *```\s*\Z", found[2], re.DOTALL | re.MULTILINE)
+    ]
+    assert not bare, "write the example between ```python and ```"
+    assert sum("Example:" in text for _, text in texts) >= 10
+
+
+def test_headings_of_the_api_page_can_be_imported() -> None:
+    """A heading is the path that users import from; `members:` are names that are there."""
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for path, options in re.findall(r"^::: ([\w.]+)\n((?:    .*\n|\n)*)", text, re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        found = getattr(import_module(module), name)
+        members = re.findall(r"\w+", options.partition("members:")[2])
+        assert all(hasattr(found, member) and not member.startswith("_") for member in members), path
+        assert path == f"zero_strategy.{name}" or not hasattr(import_module("zero_strategy"), name) or module in (
+            "zero_strategy.integrations.fabric", "zero_strategy.verify",
+        ), f"{path}: the shorter path is the public one"  # fmt: skip

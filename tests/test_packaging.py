@@ -79,6 +79,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_making_a_wheel_takes_the_environment_of_releases_alone(tmp_path: Path) -> None:
+    if not (ROOT / "Makefile").is_file() or shutil.which("make") is None:
+        pytest.skip("not a checkout, or no make")
+    said = run(["make", "--dry-run", "wheel", f"VENV={tmp_path / 'all'}", f"RELEASE_VENV={tmp_path / 'few'}"], ROOT)
+    assert "auditwheel repair" in said and str(tmp_path / "few" / "bin") in said
+    assert str(tmp_path / "all") not in said and "-e " not in said, "no environment for development is made"
+
+
 def test_the_wheel_holds_modules_sources_of_ops_and_the_report_page(made: Path) -> None:
     (wheel,) = made.glob("*-any.whl")
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -29,6 +29,7 @@ FEATURES = {
     "guides/deepspeed_scripts.md": [
         "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
+    "guides/export.md": ["integrations/with_transformers/test_pretrained.py"],
     "guides/hangs.md": ["watchdog/test_desync.py"],
     "guides/inference_servers.md": [
         "publish/test_weights.py", "publish/test_publish.py", "publish/test_recorder.py", "publish/test_served.py",
@@ -54,6 +55,7 @@ FEATURES = {
     "guides/optimizers.md": [
         "engine/test_optimizers.py", "engine/test_matrix_optimizers.py", "engine/test_lbfgs.py",
     ],
+    "guides/other_libraries.md": ["engine/test_matrix_optimizers.py"],
     "guides/other_checkpoints.md": [
         "checkpoint/interop/test_deepspeed.py", "checkpoint/interop/test_universal.py", "checkpoint/test_commands.py",
     ],

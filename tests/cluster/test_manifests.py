@@ -164,11 +164,24 @@ def test_torchrun_by_hand(programs: Path, tmp_path: Path) -> None:
     started = torchrun(calls(tmp_path)[0][1:])
     assert started.nnodes == "1:4" and started.rdzv_endpoint == "first:29400" and started.rdzv_backend == "c10d"
     assert str(started.script.folder) == "/shared/run"
+    assert started.local_addr is None and "is_host" not in started.rdzv_conf
     assert all(started.script.batch_size % (8 * hosts) == 0 for hosts in range(1, 5))
     done = subprocess.run(
         ["bash", str(FOLDER / "torchrun_elastic.sh")], env=environment(programs), capture_output=True, text=True
     )
     assert done.returncode != 0 and "RDZV_HOST" in done.stderr
+
+
+@pytest.mark.parametrize(("address", "meets_here"), [("10.0.0.1", "1"), ("10.0.0.2", "0")])
+def test_torchrun_where_names_do_not_resolve(address: str, meets_here: str, programs: Path, tmp_path: Path) -> None:
+    """`tests/cluster/test_two_hosts.py` runs the same options between hosts."""
+    env = environment(programs, RDZV_HOST="10.0.0.1", FOLDER="/run", LOCAL_ADDR=address, INTERFACE="eth7")
+    run_script("torchrun_elastic.sh", env, tmp_path)
+    started = torchrun(calls(tmp_path)[0][1:])
+    assert started.local_addr == address
+    assert started.rdzv_conf == f"join_timeout=3600,last_call_timeout=30,is_host={meets_here}"
+    found = noted(tmp_path, "torchrun")
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,40 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from zero_strategy.cli.checkpoint import add_checkpoint_commands, run_checkpoint_command
-from zero_strategy.cli.config import (
-    add_accelerate_config_command,
-    add_config_commands,
-    run_accelerate_config_command,
-    run_config_command,
-)
-from zero_strategy.cli.doctor import add_doctor_command, run_doctor_command
-from zero_strategy.cli.plan import add_plan_command, run_plan_command
-from zero_strategy.cli.report import add_report_commands, run_report_command
-from zero_strategy.cli.schedule import add_schedule_commands, run_schedule_command
-from zero_strategy.cli.verify import add_verify_command, run_verify_command
+from zero_strategy.cli.arguments import CommandParser
 from zero_strategy.version import __version__
+
+
+class Command(NamedTuple):
+    """The place of a command's definition."""
+
+    module: str
+    """In this package. It is imported for its own commands alone: others need not wait for torch."""
+    add: str
+    """Its function that adds the command, and those of the module beside it, to a parser."""
+    run: str
+    """Its function from the parsed options to the exit status."""
+
+
+_REPORT = Command("report", "add_report_commands", "run_report_command")
+_COMMANDS = {
+    "doctor": Command("doctor", "add_doctor_command", "run_doctor_command"),
+    "checkpoint": Command("checkpoint", "add_checkpoint_commands", "run_checkpoint_command"),
+    "config": Command("config", "add_config_commands", "run_config_command"),
+    "plan": Command("plan", "add_plan_command", "run_plan_command"),
+    "verify": Command("verify", "add_verify_command", "run_verify_command"),
+    "report": _REPORT,
+    "trace": _REPORT,
+    "schedule": Command("schedule", "add_schedule_commands", "run_schedule_command"),
+    "accelerate-config": Command("config", "add_accelerate_config_command", "run_accelerate_config_command"),
+}
+
+
+def _function(command: Command, name: str) -> Any:
+    return getattr(import_module(f"{__name__}.{command.module}"), name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names in files are anybody's, and a terminal may be ASCII
-    parser = argparse.ArgumentParser(prog="zero-strategy", description="Tools of zero_strategy.")
+    parser = CommandParser(prog="zero-strategy", description="Tools of zero_strategy.")
     parser.add_argument("--version", action="version", version=f"zero-strategy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     build = commands.add_parser("build", help="compile the native ops and the file I/O into the cache")
@@ -58,37 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     build.add_argument("--anew", action="store_true", help="also if they are there already")
     build.add_argument("--verbose", action="store_true", help="on failure, all that the compiler said")
-    add_doctor_command(commands)
-    add_checkpoint_commands(commands)
-    add_config_commands(commands)
-    add_plan_command(commands)
-    add_verify_command(commands)
-    add_report_commands(commands)
-    add_schedule_commands(commands)
-    add_accelerate_config_command(commands)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    first = next((word for word in given if not word.startswith("-")), None)
+    if first in _COMMANDS:
+        wanted = [_COMMANDS[first]]
+    else:  # the help, and what is said of a command that is not there, list them all
+        wanted = [] if first == "build" or given == ["--version"] else list(dict.fromkeys(_COMMANDS.values()))
+    for command in wanted:
+        _function(command, command.add)(commands)
+    options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
         return 0
     try:
         if options.command == "build":
             status = _build(["cpu", "io", "cuda"] if options.cuda else ["cpu", "io"], options)
-        elif options.command == "checkpoint":
-            status = run_checkpoint_command(options)
-        elif options.command == "config":
-            status = run_config_command(options)
-        elif options.command == "plan":
-            status = run_plan_command(options)
-        elif options.command == "verify":
-            status = run_verify_command(options)
-        elif options.command in ("report", "trace"):
-            status = run_report_command(options)
-        elif options.command == "schedule":
-            status = run_schedule_command(options)
-        elif options.command == "accelerate-config":
-            status = run_accelerate_config_command(options)
         else:
-            status = run_doctor_command(options)
+            chosen = _COMMANDS[options.command]
+            status = _function(chosen, chosen.run)(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

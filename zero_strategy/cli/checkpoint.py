@@ -31,6 +31,8 @@ def add_checkpoint_commands(commands: Any) -> None:
 def run_checkpoint_command(options: argparse.Namespace) -> int:
     """Runs the chosen action; returns the exit status: 2, and a message on stderr, where it cannot be done."""
     try:
+        if options.action in ("inspect", "convert"):
+            _check_something_is_there(options.path if options.action == "inspect" else options.source)
         status = _ACTIONS[options.action][1](options)
     except (ValueError, OSError, ImportError) as error:
         if options.json:
@@ -38,6 +40,21 @@ def run_checkpoint_command(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return status
+
+
+def _check_something_is_there(path: str) -> None:
+    """Raise before torch and the formats are imported, which takes seconds.
+
+    Raises:
+        ValueError: If a local path is not there, or an empty directory; names it.
+    """
+    if "://" in path:
+        return
+    found = Path(path).absolute()
+    if not found.exists():
+        raise ValueError(f"{found}: no such file or directory")
+    if found.is_dir() and not any(found.iterdir()):
+        raise ValueError(f"{found}: not a checkpoint: the directory is empty")
 
 
 def parser_for(actions: Any, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:

@@ -132,6 +132,8 @@ def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig) -> Mod
         ValueError: If there is no such model, or it cannot be built without memory; says what was tried.
     """
     if os.path.exists(name):
+        if name.endswith(".py"):
+            raise ValueError(f"model {name!r} is a Python file; give {name}:function, whose result is the model")
         return _hugging_face(Path(name), units)
     if ":" in name:
         return ModelShape.of(_build(name, arguments), units, name)

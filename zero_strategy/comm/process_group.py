@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from zero_strategy.comm.gloo_address import connecting_by_gloo
 from zero_strategy.runtime.torch_private import HashStore, backend_of
 
 
@@ -110,6 +111,7 @@ def init_distributed(
     Raises:
         ValueError: If the launcher's variables do not tell enough (names the missing one), or `rank` and `world_size`
             do not fit each other.
+        RuntimeError: If gloo cannot connect the ranks; names the address that this one took, and GLOO_SOCKET_IFNAME.
     """
     if dist.is_initialized():
         return
@@ -130,9 +132,10 @@ def init_distributed(
         torch.cuda.set_device(place.local_rank)
     if verbose and rank == 0:
         print(f"zero_strategy: {place.world_size} ranks started by {place.launcher}, backend {backend}", flush=True)
-    dist.init_process_group(
-        backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
-    )
+    with connecting_by_gloo():
+        dist.init_process_group(
+            backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
 
 
 def _told(rank: int, world_size: int) -> Place | None:
@@ -241,10 +244,14 @@ def own_group(
 
     Returns:
         The group that this rank is in, or None.
+
+    Raises:
+        RuntimeError: If gloo cannot connect the ranks, as `init_distributed` does.
     """
     mine = None
     for ranks in lists:  # every rank takes part in making every group
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        with connecting_by_gloo():  # the first group of gloo where the default one is on GPUs
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
     return mine

@@ -1,9 +1,11 @@
 """The config: its schema, its sources, and where each value comes from.
 
 Example:
+    ```python
     config = load_config("zero.yaml", stage=2)
     resolved = resolve(config, world_size=8, facts={"samples_per_step": batch_fact(8, 2, 4)})
     print(resolved.explain())
+    ```
 """
 
 from zero_strategy.config.deepspeed.read import (

@@ -238,28 +238,43 @@ def _settings(layer: Layer) -> Iterator[tuple[str, Setting]]:
 
 
 def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> Iterator[tuple[str, Setting]]:
-    known = {field.name: (field, hint) for field, hint in typed_fields(section)}
+    errors: list[ValueError | TypeError] = []
     for name, raw in values.items():
-        if not isinstance(name, str):
-            place = f"a key of '{section.prefix[:-1]}'" if section.prefix else "a key"
-            raise TypeError(wrong_type(place, name, "str", layer.origin))
-        if section is ZeroConfig and name in FORMER_KEYS:
-            name = _present_key(name, values, layer)
-        if name not in known:
-            if is_removed(section.prefix + name, raw, layer.origin):
-                continue
-            raise ValueError(unknown_key(ZeroConfig, section, name, layer.origin))
-        field, hint = known[name]
-        key = section.prefix + name
-        value = plain(raw, key, layer.origin)
-        if section.scalar == name and isinstance(value, bool):
-            value = section.booleans.get(value, value)
-        if is_section(hint):
-            yield from _subsection(key, value, hint, layer)
-        else:
-            value = check_value(key, value, hint, field.metadata.get(ACCEPTS), layer.origin)
-            unset = layer.spells_defaults and value == default_of(field)
-            yield key, Setting(value, DEFAULT if unset else layer.origin)
+        try:
+            yield from _entry(name, raw, values, section, layer)
+        except (ValueError, TypeError) as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:  # all of them at once: a file with two mistakes needs no second try to tell the second
+        kind = TypeError if all(isinstance(error, TypeError) for error in errors) else ValueError
+        raise kind("\n".join(map(str, errors)))
+
+
+def _entry(
+    name: Any, raw: Any, values: Mapping[Any, Any], section: type[Section], layer: Layer
+) -> Iterator[tuple[str, Setting]]:
+    known = {field.name: (field, hint) for field, hint in typed_fields(section)}
+    if not isinstance(name, str):
+        place = f"a key of '{section.prefix[:-1]}'" if section.prefix else "a key"
+        raise TypeError(wrong_type(place, name, "str", layer.origin))
+    if section is ZeroConfig and name in FORMER_KEYS:
+        name = _present_key(name, values, layer)
+    if name not in known:
+        if is_removed(section.prefix + name, raw, layer.origin):
+            return
+        raise ValueError(unknown_key(ZeroConfig, section, name, layer.origin))
+    field, hint = known[name]
+    key = section.prefix + name
+    value = plain(raw, key, layer.origin)
+    if section.scalar == name and isinstance(value, bool):
+        value = section.booleans.get(value, value)
+    if is_section(hint):
+        yield from _subsection(key, value, hint, layer)
+    else:
+        value = check_value(key, value, hint, field.metadata.get(ACCEPTS), layer.origin)
+        unset = layer.spells_defaults and value == default_of(field)
+        yield key, Setting(value, DEFAULT if unset else layer.origin)
 
 
 def _present_key(former: str, values: Mapping[Any, Any], layer: Layer) -> str:

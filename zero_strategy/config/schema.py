@@ -414,9 +414,11 @@ class ZeroConfig(Section):
     """All settings, each with a default. `load_config` reads them from files and mappings as well.
 
     Example:
+        ```python
         config = ZeroConfig(stage=2, activation_checkpointing=ActivationCheckpointingConfig(mode="full"))
         config = load_config({"stage": 2, "activation_checkpointing": "full"})  # the same
         print(config.explain())
+        ```
     """
 
     stage: int = field(default=3, metadata=one_of(0, 1, 2, 3))

@@ -67,9 +67,11 @@ class Init:
         RuntimeError: If ranks build different models, or use different parameters; names them.
 
     Example:
-        >>> with sharding.Init():
-        ...     model = Model()
-        >>> engine = ZeroEngine(model, load_config(stage=3))
+        ```python
+        with sharding.Init():
+            model = Model()
+        engine = ZeroEngine(model, load_config(stage=3))
+        ```
     """
 
     def __init__(self, enabled: bool = True) -> None:

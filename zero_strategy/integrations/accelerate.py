@@ -81,6 +81,7 @@ class ZeroAccelerator(Accelerator):
     """Accelerate's `Accelerator` with ZeRO sharding.
 
     Example:
+        ```python
         accelerator = ZeroAccelerator(zero_config={"stage": 3}, gradient_accumulation_steps=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
@@ -88,6 +89,7 @@ class ZeroAccelerator(Accelerator):
                 accelerator.backward(model(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
+        ```
 
     Args:
         zero_config: Anything `load_config` takes; default: the file that `ZERO_STRATEGY_CONFIG` names, else stage 3.

@@ -438,8 +438,10 @@ class LoadsFromDirectory(_Base):
     """A base class that lets `MyModule.load_from_checkpoint(path)` take a checkpoint directory as well as a file.
 
     Example:
-        >>> class MyModule(zero_strategy.LoadsFromDirectory, LightningModule): ...
-        >>> model = MyModule.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+        ```python
+        class MyModule(zero_strategy.LoadsFromDirectory, LightningModule): ...
+        model = MyModule.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+        ```
     """
 
     @_OfClasses  # type: ignore[arg-type]
@@ -469,7 +471,9 @@ def load_from_checkpoint(
         The module, not sharded, in eval or train mode as Lightning leaves it.
 
     Example:
-        >>> model = zero_strategy.load_from_checkpoint(GPTModule, "checkpoints/last.ckpt")
+        ```python
+        model = zero_strategy.load_from_checkpoint(GPTModule, "checkpoints/last.ckpt")
+        ```
     """
     load: Any = cls.load_from_checkpoint  # type: ignore[attr-defined]
     if not is_directory_checkpoint(path):
@@ -491,8 +495,10 @@ def open_checkpoint(
         optimizers: Include the optimizers' states.
 
     Example:
-        >>> with zero_strategy.open_checkpoint("last.ckpt") as file:
-        ...     model = GPTModule.load_from_checkpoint(file)
+        ```python
+        with zero_strategy.open_checkpoint("last.ckpt") as file:
+            model = GPTModule.load_from_checkpoint(file)
+        ```
     """
     checkpoint = read_checkpoint(path, weights_only)
     if not optimizers:

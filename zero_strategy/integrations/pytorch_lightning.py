@@ -33,11 +33,13 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
     or of a YAML file; `explain()` shows each with its origin. What is trained is what DDP trains.
 
     Example:
+        ```python
         from pytorch_lightning import Trainer
         from zero_strategy import ZeroStrategy
 
         trainer = Trainer(devices=8, precision="bf16-true", strategy=ZeroStrategy(stage=3, offload="cpu"))
         trainer.fit(module, loader)
+        ```
     """
 
     precision_class = ZeroPrecision
@@ -49,8 +51,10 @@ class PipelineStrategy(TrainerPipeline, ZeroStrategy):
     """Divides the layers of a LightningModule's `configure_pipeline()` among ranks; shards what copies share.
 
     Example:
+        ```python
         from pytorch_lightning import Trainer
         from zero_strategy import PipelineStrategy
 
         trainer = Trainer(devices=4, strategy=PipelineStrategy(stages=2, micro_batches=8))  # two copies of two stages
+        ```
     """

@@ -1,10 +1,12 @@
 """The reader of DeepSpeed's JSON: its keys translated into settings, its values compared with a framework's.
 
 Example:
+    ```python
     settings = read_deepspeed("ds_config.json")
     settings.zero["stage"]                       # value 2, origin "user: ds_config.json: zero_optimization.stage"
     settings.batch.resolve(world_size=8)         # the three numbers
     settings.found                               # what became of every key
+    ```
 
 Defaults are those of one DeepSpeed version, `DEFAULTS_VERSION`.
 
