@@ -29,6 +29,7 @@ from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
+from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
@@ -122,7 +123,7 @@ def _remove_empty(path: Path, receipts: str) -> None:
 
 def _judge(mark: Path) -> _Verdict:
     try:
-        owner = json.loads(mark.read_text())
+        owner = bounded_json.parse(read_text(mark), str(mark))
         pid, same_host = int(owner["pid"]), owner["host"] == socket.gethostname()
         started, boot, namespace = str(owner["started"]), owner.get("boot"), owner.get("pid_namespace")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -253,7 +254,7 @@ def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:
     Only our own files have them; what another tool keeps under that key is ignored.
     """
     try:
-        aliases = json.loads(metadata.get("aliases", "{}"))
+        aliases = bounded_json.parse(metadata.get("aliases", "{}"), source)
     except ValueError:
         return {}
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):

@@ -40,6 +40,7 @@ from zero_strategy.cli.plan import add_plan_command, run_plan_command
 from zero_strategy.cli.report import add_report_commands, run_report_command
 from zero_strategy.cli.schedule import add_schedule_commands, run_schedule_command
 from zero_strategy.cli.verify import add_verify_command, run_verify_command
+from zero_strategy.runtime.terminal import complain
 from zero_strategy.version import __version__
 
 
@@ -105,7 +106,7 @@ def _build(names: Sequence[str], options: argparse.Namespace) -> int:
             path = build(recipe(name, options.arch), anew=options.anew)
         except (BuildError, UntrustedCacheError) as error:
             failed = True
-            print(f"{name}: not built: {error}", file=sys.stderr)
+            complain(f"{name}: not built: {error}")
             if options.verbose and isinstance(error, BuildError):
                 print(error.log, file=sys.stderr)
         else:
