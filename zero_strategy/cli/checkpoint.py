@@ -431,9 +431,8 @@ def run_merge(options: argparse.Namespace) -> int:
         found = {"directory": str(made.directory), "ranks": made.ranks, "files": made.files, "bytes": made.bytes}
         print(json.dumps(found, indent=1))
     else:
-        print(
-            f"{shown(made.directory)}: made of the pieces of {made.ranks} rank(s) ({made.files} files, {made.bytes} bytes)"
-        )
+        what = f"made of the pieces of {made.ranks} rank(s) ({made.files} files, {made.bytes} bytes)"
+        print(f"{shown(made.directory)}: {what}")
     return 0
 
 

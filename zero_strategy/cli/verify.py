@@ -108,7 +108,9 @@ def run_verify_command(options: argparse.Namespace) -> int:
 def _could_not(said: str, options: argparse.Namespace, hint: str = "") -> int:
     if options.json:
         print(json.dumps({"error": said}, indent=1))
-    complain(f"{said}\n({hint})" if hint else said)
+    complain(said)
+    if hint:
+        complain(f"({hint})")
     return 2
 
 
