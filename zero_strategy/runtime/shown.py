@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 _MOST_CHARACTERS = 200
+_MOST_ITEMS = 8
+_FLAT = (bool, bytes, complex, float, int, str, type(None))
 
 # C0 and C1 controls, DEL, line and paragraph separators, marks that turn the direction of text, halves of pairs (bytes
 # of a path that are no UTF-8), and characters of no width, with which two names look alike.
@@ -32,7 +35,7 @@ def shown_lines(text: object) -> str:
     return "\n".join([first, *(line if not line or line.startswith(" ") else f"  {line}" for line in others)])
 
 
-def brief(value: object) -> str:
+def brief(value: Any) -> str:
     """A value of a file for an error: short, on one line, and in a time that does not depend on what is inside of it.
 
     `repr` of a tuple that holds another one twice, which holds a third one twice, and so on, takes for ever.
@@ -45,8 +48,13 @@ def brief(value: object) -> str:
     if isinstance(value, int):
         bits = value.bit_length()
         return str(int(value)) if bits <= 256 else f"a whole number of {bits} bits"
+    if type(value) in (tuple, list) and len(value) <= _MOST_ITEMS and all(type(each) in _FLAT for each in value):
+        items = ", ".join(map(brief, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
     if isinstance(value, (tuple, list, set, frozenset, dict)):
         return f"a {type(value).__name__} of {len(value)}"
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "layout"):
+        return repr(value)
     return f"a {type(value).__name__}"
 
 
