@@ -85,6 +85,7 @@ def damages(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]
     Values of formats without checksums may be others; they may not hang, nor end in an error of another kind.
     """
     for kind in sorted(KINDS):
+        (folder / kind).mkdir()
         place = make(kind, folder / kind)
         whole, expected = folder / f"{kind}-whole", content(named(kind, place))
         os.rename(place, whole)

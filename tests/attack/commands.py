@@ -81,7 +81,17 @@ def fuzz(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
     (folder / "circle").symlink_to("circle")
     own = [str(folder / each.name) for each in sorted(folder.iterdir())]
     own += [str(folder / "none"), str(folder / "a\x1b[31m\nINFO all"), str(folder / ("l" * 300)), "", "-1", "x" * 5000]
-    own += ["/dev/null", "s3://", "file://", "nosuch://a/b", "http://127.0.0.1:1/x", "\udc80", "*", "a:b", "nosuch:thing"]
+    own += [
+        "/dev/null",
+        "s3://",
+        "file://",
+        "nosuch://a/b",
+        "http://127.0.0.1:1/x",
+        "\udc80",
+        "*",
+        "a:b",
+        "nosuch:thing",
+    ]
     before = os.getcwd()
     os.chdir(folder / "directory")
     try:
