@@ -19,7 +19,7 @@ _CONTROLS = {chr(code) for code in (*range(32), 127, *range(128, 160))} - {"\n"}
 
 @dataclass(frozen=True)
 class Found:
-    """What a command did.
+    """Result of a command.
 
     Attributes:
         status: Its exit status; None where it ended in an exception.
@@ -63,8 +63,8 @@ COMMANDS = (
     "checkpoint convert {} {} --names {}", "checkpoint convert {} {} --tag {}",
     "checkpoint average {} {} --to {}", "checkpoint merge {} --output {}", "checkpoint prune {} --keep-last {}",
     "config explain {}", "config convert {}", "plan {}", "plan {} --config {}", "report {}", "trace {}",
-    "schedule show {}", "schedule show --schedule {}", "schedule show --schedule csv:{}", "{}", "{} {}", "checkpoint {}",
-    "verify {}",
+    "schedule show {}", "schedule show --schedule {}", "schedule show --schedule csv:{}", "{}", "{} {}",
+    "checkpoint {}", "verify {}",
 )  # fmt: skip
 
 

@@ -362,7 +362,7 @@ def hostile_servers(folder: Path, draw: random.Random, rounds: int) -> Iterator[
 
 
 def hostile_clients(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
-    """What a server gives without the token, outside of its folder, and to connections that say little."""
+    """A server gives nothing without the token or outside of its folder, and little to connections that say little."""
     made = _Published(folder / "v")
     served = made.publisher.serve()
     assert served is not None
@@ -405,7 +405,8 @@ def hostile_clients(folder: Path, draw: random.Random, rounds: int) -> Iterator[
         wrong = "" if b" 401 " in answer[:20] and answer.endswith(b"\r\n\r\n") else f"{answer[:80]!r}"
         yield Attempt(f"a token of {len(token)} characters", wrong)
     for name, head in {
-        "noise": bytes(100), "a line of 100,000": b"GET /" + b"a" * 100_000, "a head without end": b"GET / HTTP/1.1\r\nX: ",
+        "noise": bytes(100), "a line of 100,000": b"GET /" + b"a" * 100_000,
+        "a head without end": b"GET / HTTP/1.1\r\nX: ",
         "POST": b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello", "version 9.9": b"GET / HTTP/9.9\r\n\r\n",
     }.items():  # fmt: skip
         found = outcome(lambda: ask(head, more=name == "a head without end"))  # noqa: B023

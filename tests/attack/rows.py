@@ -52,7 +52,7 @@ class Hang(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an attempt led to: a value or an error."""
+    """End of an attempt: a value or an error."""
 
     value: Any = None
     error: BaseException | None = None

@@ -1,7 +1,7 @@
 """All that reads files of others goes through `runtime.regular_files` and `runtime.bounded_json`.
 
-A raw `open` waits for a pipe, follows what it is given and reads as much as is there; the standard parsers end in errors
-that name no file. Each exception has its reason here, and an exception that is no longer needed is an error, too.
+A raw `open` waits for a pipe, and reads as much as is there; the standard parsers end in errors that name no file. Each
+exception has its reason here, and an exception that is no longer needed is an error, too.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
+from zero_strategy.checkpoint.disk import all_beside, beside, naming, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
@@ -52,13 +52,15 @@ def make_signed(directory: Path, *, exist_ok: bool = False) -> None:
         with suppress(FileNotFoundError):
             directory.mkdir(parents=True, exist_ok=exist_ok)
             exist_ok = True
-            (directory / OWNER_NAME).write_text(mark)
+            with naming(directory / OWNER_NAME):
+                (directory / OWNER_NAME).write_text(mark)
             return
 
 
 def leave_mark(path: Path) -> None:
     """Writes a file that says that this process wrote it."""
-    path.write_text(json.dumps(_this_process()))
+    with naming(path):
+        path.write_text(json.dumps(_this_process()))
 
 
 def mark_name(token: str, rank: int) -> str:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint.disk import naming
 from zero_strategy.checkpoint.manifest import AVERAGE, AVERAGE_BUFFERS_NAME
 from zero_strategy.convert import dcp, torch_file
 from zero_strategy.convert.optimizer_form import is_optimizer_state, is_state_dict, to_torch, whole_state_dict
@@ -58,7 +59,7 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
         OSError: If the file system fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         torch.save(to_content(state if progress is None else _told(state, progress)), file)
         file.flush()
         os.fsync(file.fileno())

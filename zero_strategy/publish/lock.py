@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from zero_strategy.checkpoint.disk import naming
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_text
 from zero_strategy.runtime.shown import brief, shown
@@ -48,8 +49,9 @@ class FolderLock:
         try:
             _take(fd, path)
             owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, owner.encode(), 0)
+            with naming(path):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, owner.encode(), 0)
         except BaseException:
             os.close(fd)
             raise
@@ -57,7 +59,7 @@ class FolderLock:
 
     @property
     def release_later(self) -> Callable[[], None]:
-        """What lets others publish, once; it does not refer to this object."""
+        """A function that lets others publish, once; it does not refer to this object."""
         return cast(Callable[[], None], self._end)
 
 

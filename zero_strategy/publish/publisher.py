@@ -115,7 +115,7 @@ class Publisher:
 
     @property
     def release(self) -> Callable[[], None]:
-        """What lets other trainings publish in the folder; it does not refer to this object."""
+        """A function that lets other trainings publish in the folder; it does not refer to this object."""
         return _nothing if self._lock is None else self._lock.release_later
 
     def close(self) -> None:
