@@ -46,16 +46,11 @@ def narrow(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
     locked.mkdir()
     locked.chmod(0o555)
 
-    def deleted() -> None:
-        gone.mkdir(exist_ok=True)
-        os.chdir(gone)
-        gone.rmdir()
-
     tries: dict[str, tuple[Callable[[], object] | None, dict[str, str]]] = {
         "64 descriptors": (_limit(resource.RLIMIT_NOFILE, 64), {}),
         "umask 077": (lambda: os.umask(0o077), {}),
         "a read-only working directory": (lambda: os.chdir(locked), {}),
-        "a deleted working directory": (deleted, {}),
+        "a deleted working directory": (None, {"WORKING_DIRECTORY_THAT_GOES": str(gone)}),
         "no TMPDIR": (None, {"TMPDIR": str(folder / "none")}),
         "no HOME": (None, {"HOME": str(folder / "none")}),
         "no locked memory": (_limit(resource.RLIMIT_MEMLOCK, 0), {}),
