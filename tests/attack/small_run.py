@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import sys
 import warnings
@@ -44,6 +45,7 @@ def run(folder: str) -> str:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if leave := os.environ.get("WORKING_DIRECTORY_THAT_GOES"):  # after the imports: torch's libraries need one
+        importlib.import_module("torch._dynamo")  # which the first optimizer loads
         os.makedirs(leave)
         os.chdir(leave)
         os.rmdir(leave)
