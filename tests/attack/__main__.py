@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +21,6 @@ import torch
 
 from tests.attack.rows import Row
 from tests.attack.table import ROWS
-from tests.torture import main as torture
 from zero_strategy.runtime.terminal import complain, table
 
 _SHOWN = 5
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             whole = whole and tries == held
             print(f"{row.name}: {held} of {tries}, {seconds:.1f} s", flush=True)
     if options.kills and options.only is None:
-        failed = torture(["--rounds", str(options.kills), "--seed", str(options.seed)])
+        command = [sys.executable, "-m", "tests.torture", "--rounds", str(options.kills), "--seed", str(options.seed)]
+        failed = subprocess.run(command, check=False).returncode
         lines.append(("kills in and between saves", options.kills, "all" if not failed else "see above", ""))
         whole = whole and not failed
     print()
