@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, help="rounds of the torture; 0 for none")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines, whole = [], True
+    lines: list[tuple[object, ...]] = []
+    whole = True
     for row in ROWS:
         if options.only is None or options.only in row.name:
             tries, held, seconds = attempt(row, options.rounds or row.rounds, options.seed)

@@ -98,6 +98,6 @@ def failing_disk(folder: Path, draw: random.Random, rounds: int) -> Iterator[Att
         for call, code in cases if rounds > 1 else draw.sample(cases, 3):
             place, at = folder / f"{call}-{code}-{number}", draw.randrange(1, 6)
             faults = {"FAULT_PATH": str(place), "FAULT_CALL": call, "FAULT_AT": str(at), "FAULT_ERRNO": str(code)}
-            kind, text = _run(place, LD_PRELOAD=str(library), **faults)
+            kind, text = _run(place, None, LD_PRELOAD=str(library), **faults)
             name = f"{errno.errorcode.get(code, 'half')} of {call} {at}"
             yield _named(name, kind, text, place, expected)

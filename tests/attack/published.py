@@ -88,6 +88,11 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def _link(path: Path, to: str) -> None:
     path.unlink()
     path.symlink_to(to)
@@ -163,7 +168,7 @@ def forged(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
         _reseal(anchor / RECORD, edit)
         yield refused(f"an anchor with {name}", outcome(lambda: _shown(anchor.parent)), names=anchor.name)  # noqa: B023
     files = {"a rank's file": _RANK, "a change's record": RECORD, "an anchor's record": RECORD}
-    damages = {"a pipe": _pipe, "a folder": lambda p: (p.unlink(), p.mkdir()), "a file of holes": _holes}
+    damages = {"a pipe": _pipe, "a folder": _folder, "a file of holes": _holes}
     damages |= {"a link to zeros": lambda p: _link(p, "/dev/zero"), "a circle": lambda p: _link(p, p.name)}
     for what, file in files.items():
         for name, damage in damages.items():
@@ -186,9 +191,9 @@ def forged(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
         anchor, change = copy()
         files_there = [path for path in anchor.parent.rglob("*") if path.is_file() and path.name != ".publisher"]
         victim = draw.choice(files_there)
-        content = bytearray(victim.read_bytes())
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        victim.write_bytes(content)
+        data = bytearray(victim.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        victim.write_bytes(data)
         name = f"a flipped bit of {victim.relative_to(anchor.parent)}"
         yield harmless(name, outcome(lambda: _shown(anchor.parent)), expected, errors=_LOUD)  # noqa: B023
 
@@ -295,6 +300,11 @@ def _end_after(answer: _Hostile, content: bytes, nbytes: int) -> None:
     answer.close_connection = True
 
 
+def _by_bytes(answer: _Hostile) -> None:
+    answer.send(b"", 60)
+    answer.drip(b"[")
+
+
 def _files_of(files: object, then: Callable[[_Hostile], None]) -> Callable[[_Hostile, bool], None]:
     return lambda answer, root: answer.send(_listing(files)) if root else then(answer)
 
@@ -326,8 +336,8 @@ _ANSWERS: dict[str, Callable[[_Hostile, bool], None]] = {
     "a manifest of noise": _files_of({"manifest.json": 1, RECORD: 1}, lambda answer: answer.send(b"x")),
 }
 _SLOW: dict[str, Callable[[_Hostile, bool], None]] = {
-    "a listing by bytes": lambda answer, root: (answer.send(b"", 60), answer.drip(b"["))[1],
-    "a file by bytes": _files_of({"manifest.json": 60}, lambda answer: (answer.send(b"", 60), answer.drip(b"x"))[1]),
+    "a listing by bytes": lambda answer, root: _by_bytes(answer),
+    "a file by bytes": _files_of({"manifest.json": 60}, lambda answer: _by_bytes(answer)),
     "a head by bytes": _header_drip,
 }
 _ANSWERS |= _SLOW
