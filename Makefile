@@ -6,6 +6,7 @@
 # make test-all       ruff, mypy and every test
 # make coverage       every test under coverage, and each test's seconds; then: python -m tests.choose_quick --seconds N
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
+# make attack         hostile files, servers, clients and disks against this package, a table: before a release (ARGS="--only pickles")
 # make bench          this package against DDP, FSDP2, DeepSpeed, ... (ARGS="--only step --peers ddp,fsdp2"), hours if all of it
 # make conformance    other projects' test scripts and trainings under stages 1 to 3, into docs/conformance.md
 # make gpu-rehearsal  all that scripts/gpu_check.sh runs on a GPU, tried without one in the software of such a machine
@@ -30,7 +31,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture bench conformance gpu-rehearsal wheel docs reference lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture attack bench conformance gpu-rehearsal wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -95,6 +96,10 @@ coverage: $(STAMP)
 torture: export OMP_NUM_THREADS = 1
 torture: $(STAMP)
 	$(BIN)/python -m tests.torture $(ARGS)
+
+attack: export OMP_NUM_THREADS = 1
+attack: $(STAMP)
+	$(BIN)/python -m tests.attack $(ARGS)
 
 # An environment of its own: other libraries behave differently where they find DeepSpeed.
 $(BENCH_VENV)/.installed: pyproject.toml constraints.txt

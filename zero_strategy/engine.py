@@ -1020,9 +1020,12 @@ class ZeroEngine:
 
         Raises:
             TypeError: If `dtype` is not one of floating point.
-            ValueError: If an argument is wrong, or the model is divided by tensor or pipeline parallelism.
+            ValueError: If an argument is wrong, another training publishes there, or the model is divided by tensor or
+                pipeline parallelism.
         """
-        return Publisher(self, to, dtype=dtype, anchor_every=anchor_every, keep=keep)
+        publisher = Publisher(self, to, dtype=dtype, anchor_every=anchor_every, keep=keep)
+        self._closing.append(publisher.release)
+        return publisher
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, keep: bool = True) -> dict[str, Any]:
         """An attached optimizer's whole state, on the host of every rank, in the form of its own `state_dict()`.

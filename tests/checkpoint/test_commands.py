@@ -107,7 +107,7 @@ def test_moments_and_hyper_parameters_differ(ours: Path, tmp_path: Path, capsys:
     changed = {kind: {name: t.clone() for name, t in tensors.items()} for kind, tensors in ADAM.items()}
     changed["exp_avg"]["full"] = torch.full((7,), math.inf)
     records = {**RECORDS, "param_groups": {"0": [{**state.optimizers[0].param_groups[0], "lr": 0.5}]}}
-    records |= {"scalars": {"0": {"half": {"step": 8.0}, "full": {"step": 6.0}}}}
+    records |= {"scalars": {"0": {"half": {"step": 8.0}, "full": {"step": 6.0}, "last": {"step": 7.0}}}}
     save(tmp_path / "b", MODEL, {"0": changed}, manifest=records, aliases={"tied": "half"})
     status, found = run(capsys, "diff", ours, tmp_path / "b")
     assert status == 1

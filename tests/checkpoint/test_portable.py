@@ -26,7 +26,7 @@ ADAM = {
     for kind, names in {"exp_avg": ["half", "full", "last"], "master": ["half", "last"]}.items()
 }
 RECORDS: dict[str, Any] = {
-    "scalars": {"0": {"half": {"step": 7.0}, "full": {"step": 6.0}}},
+    "scalars": {"0": {"half": {"step": 7.0}, "full": {"step": 6.0}, "last": {"step": 7.0}}},
     "param_groups": {"0": [{"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "params": ["half", "full", "last"]}]},
     "counters": {"global_steps": 12},
     "user": {"mine": [1], "zero_strategy": {"scalar_dtypes": [{"step": "float32"}], "loss_scaler": {"scale": 4.0}}},

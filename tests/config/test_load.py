@@ -20,6 +20,7 @@ from zero_strategy.config import (
     load_layers,
     preset,
 )
+from zero_strategy.runtime.shown import shown as on_one_line
 
 YAML = """
 stage: 2
@@ -337,11 +338,11 @@ def test_a_config_changed_in_python_is_checked_again():
 )
 @settings(max_examples=60, deadline=None)
 def test_any_mistake_is_a_value_or_type_error_that_names_the_key(key, value):
-    for values, shown in [({key: value}, key), ({"mesh": {key: value}}, f"mesh.{key}")]:
+    for values, named in [({key: value}, key), ({"mesh": {key: value}}, f"mesh.{key}")]:
         try:
             load_config(values)
         except (ValueError, TypeError) as error:
-            assert shown in str(error)
+            assert on_one_line(named) in str(error)
 
 
 @given(

@@ -14,7 +14,6 @@ from tests.checkpoint.object_store import ObjectStore, register
 from tests.launcher import Launcher
 from tests.publish.test_publish import Training, assert_shown, flip
 from zero_strategy import subscribe
-from zero_strategy.publish.mirror import ServedVersions
 from zero_strategy.publish.server import VersionServer
 
 
@@ -101,22 +100,6 @@ def test_tokens_and_addresses_that_cannot_be(served: Served) -> None:
         port = free.getsockname()[1]
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:"):
         subscribe(f"http://127.0.0.1:{port}", token="x" * 20).update()
-
-
-def test_names_that_a_server_makes_up_are_ignored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, server, _ = served
-    source = ServedVersions(server.url, server.token)
-
-    class Answer:
-        def read(self) -> bytes:
-            return b'{"anchor-../../../x": {"manifest.json": 1}, "delta-00000001": {"../y": 1}}'
-
-    monkeypatch.setattr(ServedVersions, "_answer", lambda *_: Answer())
-    assert source.names() == ["delta-00000001"]
-    monkeypatch.setattr(ServedVersions, "names", lambda _: ["anchor-00000000"])
-    monkeypatch.setattr(ServedVersions, "files", lambda *_: ["../y"])
-    with pytest.raises(ValueError, match=r"'\.\./y'"):
-        subscribe(server.url, token=server.token).update()
 
 
 def test_damage_is_fetched_again_or_named(served: Served) -> None:

@@ -19,6 +19,7 @@ mapping the files (page faults, and a full disk is a SIGBUS).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -27,7 +28,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -90,14 +91,30 @@ def sync(path: Path) -> None:
     """Flushes a file or a directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives an error of the system the file's name, which it has for opening and not for writing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a whole file and flushes it."""
-    with open(path, "wb") as file:
+    """Writes a whole file and flushes it.
+
+    Raises:
+        OSError: If that cannot be done; names the file.
+    """
+    with naming(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -430,7 +447,8 @@ class _File:
                 fd, direct = self._fd, False
 
     def sync(self) -> None:
-        os.fsync(self._fd)
+        with naming(self._path):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -446,10 +464,11 @@ def create_file(path: Path, head: bytes, size: int) -> None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _reserve(fd, size, path)
-        done = 0
-        while done < len(head):
-            done += os.pwrite(fd, head[done:], done)
+        with naming(path):
+            _reserve(fd, size, path)
+            done = 0
+            while done < len(head):
+                done += os.pwrite(fd, head[done:], done)
     finally:
         os.close(fd)
 

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.checkpoint.disk import all_beside, beside, remove, sync
+from zero_strategy.checkpoint.disk import all_beside, beside, naming, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
+from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
 OWNER_NAME = "owner.json"
@@ -51,13 +52,15 @@ def make_signed(directory: Path, *, exist_ok: bool = False) -> None:
         with suppress(FileNotFoundError):
             directory.mkdir(parents=True, exist_ok=exist_ok)
             exist_ok = True
-            (directory / OWNER_NAME).write_text(mark)
+            with naming(directory / OWNER_NAME):
+                (directory / OWNER_NAME).write_text(mark)
             return
 
 
 def leave_mark(path: Path) -> None:
     """Writes a file that says that this process wrote it."""
-    path.write_text(json.dumps(_this_process()))
+    with naming(path):
+        path.write_text(json.dumps(_this_process()))
 
 
 def mark_name(token: str, rank: int) -> str:
@@ -122,7 +125,7 @@ def _remove_empty(path: Path, receipts: str) -> None:
 
 def _judge(mark: Path) -> _Verdict:
     try:
-        owner = json.loads(mark.read_text())
+        owner = bounded_json.parse(read_text(mark), str(mark))
         pid, same_host = int(owner["pid"]), owner["host"] == socket.gethostname()
         started, boot, namespace = str(owner["started"]), owner.get("boot"), owner.get("pid_namespace")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -253,7 +256,7 @@ def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:
     Only our own files have them; what another tool keeps under that key is ignored.
     """
     try:
-        aliases = json.loads(metadata.get("aliases", "{}"))
+        aliases = bounded_json.parse(metadata.get("aliases", "{}"), source)
     except ValueError:
         return {}
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):

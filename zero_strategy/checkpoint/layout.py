@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from zero_strategy.runtime import bounded_json
+
 MAX_NAME_BYTES = 255
 """Most bytes of a file's name, on all common file systems."""
 
@@ -260,10 +262,7 @@ def parse_object(data: bytes, source: str) -> dict[str, Any]:
     Raises:
         ValueError: naming `source`, if the text is not strict JSON, has a key twice, or is no object.
     """
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: not valid JSON: {error}") from error
+    value = bounded_json.parse(data, source, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     if not isinstance(value, dict):
         raise ValueError(f"{source}: holds a JSON {type(value).__name__}, not an object")
     return value

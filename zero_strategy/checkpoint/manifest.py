@@ -29,6 +29,7 @@ from zero_strategy.checkpoint.layout import (
 from zero_strategy.checkpoint.ranges import Checksums, PieceTable, rank_path
 from zero_strategy.runtime.host_bytes import checksum_of
 from zero_strategy.runtime.regular_files import odd_entry, open_regular, read_regular, size_of
+from zero_strategy.runtime.shown import brief
 
 AVERAGE = "average"
 """Kind of state that is a running average of a weight; and its entry in the engine's user metadata."""
@@ -278,9 +279,32 @@ def _check_references(manifest: Manifest) -> None:
     for what, path in referenced:
         if path not in manifest.files:
             raise ValueError(f"{what} is in {path!r}, which is not among the files")
+    for optimizer, entry in manifest.optimizers.items():
+        _check_step_counters(optimizer, entry, manifest.checksums)
     for alias, name in manifest.aliases.items():
         if name not in manifest.weights or alias in manifest.weights:
             raise ValueError(f"alias {alias!r} of {name!r} does not lead from a free name to a weight")
+
+
+_STEP = "step"
+_MASTER = "master"
+
+
+def _check_step_counters(optimizer: str, entry: OptimizerRecord, checksums: Checksums) -> None:
+    """Raises ValueError if a parameter's moments are there without their step counter, which others of the kind have.
+
+    An optimizer would begin its bias correction anew for that one, and train other values.
+    """
+    moments: dict[str, list[str]] = {}
+    for kind, path in entry.states.items():
+        if kind not in (_MASTER, AVERAGE):
+            for name in checksums.tensors.get(path, {}):
+                moments.setdefault(name, []).append(kind)
+    counted = {tuple(moments[name]) for name, keys in entry.scalars.items() if _STEP in keys and name in moments}
+    for name, kinds in moments.items():
+        if tuple(kinds) in counted and _STEP not in entry.scalars.get(name, {}):
+            there = ", ".join(kinds)
+            raise ValueError(f"optimizers.{optimizer}.scalars lacks the {_STEP!r} of {brief(name)}, which has {there}")
 
 
 def _check_logical_files(manifest: Manifest, pieces: PieceTable) -> None:

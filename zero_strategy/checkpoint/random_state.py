@@ -25,6 +25,8 @@ import numpy as np
 import torch
 
 from zero_strategy.activation.functional import PROCESS, get_cuda_rng_tracker
+from zero_strategy.checkpoint.layout import parse_object
+from zero_strategy.runtime.shown import shown
 
 if TYPE_CHECKING:
     from zero_strategy.activation.rng import CudaRNGStatesTracker
@@ -55,8 +57,18 @@ def capture() -> bytes:
 
 
 def restore(content: bytes) -> None:
-    """Set this process's random state to what `capture` gave."""
-    state = json.loads(content)
+    """Set this process's random state to what `capture` gave.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        _restore(content, parse_object(content, "random state"))
+    except (LookupError, TypeError, RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the random state is damaged: {type(error).__name__}: {shown(error)}") from None
+
+
+def _restore(content: bytes, state: dict[str, Any]) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     if len(state["cuda"]) == len(_cuda_states()):
         for device, device_state in enumerate(state["cuda"]):
@@ -91,7 +103,7 @@ def load(reader: StateReader, rank: int, world_size: int) -> bool:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    named = json.loads(first).get("named")
+    named = parse_object(first, path_of(0)).get("named")
     if named is not None:
         _draw_named(named, digest, f"{world_size} {rank}")
     return True

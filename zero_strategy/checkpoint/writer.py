@@ -31,6 +31,7 @@ from zero_strategy.checkpoint.disk import (
     all_beside,
     beside,
     create_file,
+    naming,
     remove,
     replace_directory,
     replace_file,
@@ -327,7 +328,8 @@ class CheckpointWriter(SaveWriter):
             path.parent.mkdir(parents=True, exist_ok=True)
             create_file(path, layout.header, layout.size)
         for name, content in plan.generated.items():
-            (self.temporary / name).write_bytes(content)
+            with naming(self.temporary / name):
+                (self.temporary / name).write_bytes(content)
 
     def write(self, kind: FileKind, pieces: Iterable[Piece]) -> None:
         """`write_all` of pieces of one kind."""
@@ -375,7 +377,9 @@ class CheckpointWriter(SaveWriter):
             "checksums": self._checksums.to_json(),
             "files": self._own_files,
         }
-        (self.temporary / self._receipt(self.rank)).write_text(json.dumps(receipt))
+        path = self.temporary / self._receipt(self.rank)
+        with naming(path):
+            path.write_text(json.dumps(receipt))
 
     def commit(
         self,
@@ -409,7 +413,8 @@ class CheckpointWriter(SaveWriter):
         for name, content in extra_files.items():
             path = self.temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            with naming(path):
+                path.write_bytes(content)
         self._seal(described.files, text)
         self._replaced = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
         remove(self.directory / RECEIPTS_NAME)

@@ -31,6 +31,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from zero_strategy.cli.arguments import CommandParser
+from zero_strategy.runtime.terminal import complain
 from zero_strategy.version import __version__
 
 
@@ -112,7 +113,7 @@ def _build(names: Sequence[str], options: argparse.Namespace) -> int:
             path = build(recipe(name, options.arch), anew=options.anew)
         except (BuildError, UntrustedCacheError) as error:
             failed = True
-            print(f"{name}: not built: {error}", file=sys.stderr)
+            complain(f"{name}: not built: {error}")
             if options.verbose and isinstance(error, BuildError):
                 print(error.log, file=sys.stderr)
         else:

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_text
-from zero_strategy.runtime.terminal import parse_size, size, table
+from zero_strategy.runtime.shown import shown
+from zero_strategy.runtime.terminal import complain, parse_size, size, table
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.reader import StateReader
@@ -37,7 +39,7 @@ def run_checkpoint_command(options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         if options.json:
             print(json.dumps({"error": str(error)}, indent=1))
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     return status
 
@@ -154,7 +156,7 @@ def run_convert(options: argparse.Namespace) -> int:
         print(json.dumps({"target": options.target, **counts}, indent=1))
     else:
         what = f"{len(state.weights)} weights, {len(state.optimizers)} optimizer(s), {size(total)}"
-        print(f"{options.target}: {options.to_format}, {what}")
+        print(f"{shown(options.target)}: {options.to_format}, {what}")
     return 0
 
 
@@ -202,15 +204,12 @@ def run_average(options: argparse.Namespace) -> int:
     else:
         several = len(options.sources) > 1
         what = f"the mean of {len(options.sources)}" if several else f"the averages of {options.sources[0]}"
-        print(f"{options.target}: {options.to_format}, {what}, {size(total)}")
+        print(f"{shown(options.target)}: {options.to_format}, {shown(what)}, {size(total)}")
     return 0
 
 
 def _names(path: Path) -> list[str]:
-    try:
-        names = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    names = bounded_json.parse(read_text(path), str(path))
     if isinstance(names, list) and all(isinstance(group, list) for group in names):
         names = [name for group in names for name in group]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -449,7 +448,8 @@ def run_merge(options: argparse.Namespace) -> int:
         found = {"directory": str(made.directory), "ranks": made.ranks, "files": made.files, "bytes": made.bytes}
         print(json.dumps(found, indent=1))
     else:
-        print(f"{made.directory}: made of the pieces of {made.ranks} rank(s) ({made.files} files, {made.bytes} bytes)")
+        what = f"made of the pieces of {made.ranks} rank(s) ({made.files} files, {made.bytes} bytes)"
+        print(f"{shown(made.directory)}: {what}")
     return 0
 
 
@@ -533,16 +533,16 @@ def run_verify(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"directory": options.directory, "problems": [str(error)]}, indent=1))
         else:
-            print(error, file=sys.stderr)
+            complain(error)
         return 2
     if options.json:
         found = {"directory": str(verdict.directory), "files": verdict.files, "bytes": verdict.bytes}
         print(json.dumps({**found, "problems": list(verdict.problems)}, indent=1))
     else:
         for problem in verdict.problems:
-            print(problem)
+            print(shown(problem))
         judgement = f"{len(verdict.problems)} problem(s)" if verdict.problems else "whole"
-        print(f"{verdict.directory}: {judgement} ({verdict.files} files, {verdict.bytes} bytes)")
+        print(f"{shown(verdict.directory)}: {judgement} ({verdict.files} files, {verdict.bytes} bytes)")
     return int(bool(verdict.problems))
 
 

@@ -222,6 +222,10 @@ def _problems_of_tensors(file: Path, name: str, manifest: Manifest, report: Prog
             return
         sizes = {spec.name: spec.numel for spec in layout.specs.values()}
         manifest.checksums.check_cover(name, sizes, str(file))
+        for weight, record in manifest.weights.items():
+            spec = layout.specs.get(weight)
+            if record.file == name and (spec is None or (spec.dtype, spec.shape) != (record.dtype, record.shape)):
+                yield f"{file}: has not the tensor {weight!r} of dtype and shape that the manifest says"
         report(len(layout.header))
         for tensor in layout.specs:
             for block in manifest.checksums.tensors.get(name, {}).get(tensor, []):

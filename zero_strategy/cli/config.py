@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.load import config_of, read_layer
 from zero_strategy.config.section import DEFAULT
 from zero_strategy.config.sources import owner_of
-from zero_strategy.runtime.terminal import table
+from zero_strategy.runtime.shown import shown
+from zero_strategy.runtime.terminal import complain, table
 
 
 def add_config_commands(commands: Any) -> None:
@@ -41,7 +41,7 @@ def run_config_command(options: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError) as error:
         if getattr(options, "json", False):
             print(json.dumps({"error": str(error)}, indent=1))
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     return status
 
@@ -73,7 +73,7 @@ def run_convert(options: argparse.Namespace) -> int:
     if config.deepspeed is None:
         raise ValueError(f"{options.file} is no DeepSpeed JSON; its settings are ours already")
     for warning in said:
-        print(warning.message, file=sys.stderr)
+        complain(warning.message)
     text = as_yaml(config, config.deepspeed)
     if options.output is None:
         print(text, end="")
@@ -328,7 +328,7 @@ def run_accelerate_config_command(options: argparse.Namespace) -> int:
     try:
         text = launch_file(processes, options.nodes, precision, not gpus, options.address, name)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     if options.file == "-":
         print(text, end="")
@@ -338,11 +338,11 @@ def run_accelerate_config_command(options: argparse.Namespace) -> int:
         with path.open("w" if options.force else "x", encoding="ascii") as file:
             file.write(text)
     except FileExistsError:
-        print(f"{path} exists already: --force replaces it, and another name leaves it", file=sys.stderr)
+        complain(f"{path} exists already: --force replaces it, and another name leaves it")
         return 1
     except OSError as error:
-        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
+        complain(f"{path} cannot be written: {error.strerror}")
         return 1
-    print(f"{path}: processes {processes}, nodes {options.nodes}, mixed precision {precision}. Start them with")
-    print(f"accelerate launch --config_file {path} SCRIPT")
+    print(f"{shown(path)}: processes {processes}, nodes {options.nodes}, mixed precision {precision}. Start them with")
+    print(f"accelerate launch --config_file {shown(path)} SCRIPT")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -34,7 +33,9 @@ from zero_strategy.config.load import config_of, read_layer
 from zero_strategy.fsdp.model import parameters_on_meta
 from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.model_shape import ModelShape
-from zero_strategy.runtime.terminal import parse_size
+from zero_strategy.runtime import bounded_json
+from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.terminal import complain, parse_size
 from zero_strategy.verify.subject import load_factory, named
 
 _DTYPE_OF_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
@@ -196,7 +197,7 @@ def _told(error: Exception) -> str:
 def _hugging_face(path: Path, units: UnitsConfig) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text())
+        values = bounded_json.parse(read_text(file), str(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as a Hugging Face config: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
@@ -395,7 +396,7 @@ def run_plan_command(options: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError) as error:
         if options.json:
             print(json.dumps({"error": str(error)}, indent=1))
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
 
 
@@ -490,7 +491,7 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
     if any(number is not None for number in numbers):
         raise ValueError("--params, --layers, --hidden and --vocabulary stand for a model; one is given already")
     try:
-        arguments = json.loads(options.args)
+        arguments = bounded_json.parse(options.args, "--args")
     except ValueError as error:
         raise ValueError(f"--args {options.args!r} is no JSON: {error}") from error
     if not isinstance(arguments, dict):

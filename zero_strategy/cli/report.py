@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +18,8 @@ from zero_strategy.diagnostics.recorder import PHASES, PIPELINE, TRAINING
 from zero_strategy.diagnostics.run_files import Interval, MemorySample, RecordedRun, StepRecord, read_run
 from zero_strategy.diagnostics.step_clock import PARTS
 from zero_strategy.planning.ledger import CATEGORIES, TIERS
+from zero_strategy.runtime.shown import shown
+from zero_strategy.runtime.terminal import complain
 
 MOST_POINTS = 400
 """Along a chart; steps beyond that are averaged in groups."""
@@ -298,7 +299,7 @@ def run_report_command(options: argparse.Namespace) -> int:
                 f"{len(trace['traceEvents'])} events of {len(run.traces)} rank(s); open it in https://ui.perfetto.dev"
             )
     except (ValueError, OSError) as error:
-        print(f"zero-strategy {options.command}: {error}", file=sys.stderr)
+        complain(f"zero-strategy {options.command}: {error}")
         return 2
-    print(f"{path}: {what}")
+    print(f"{shown(path)}: {what}")
     return 0

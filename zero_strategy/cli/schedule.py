@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from zero_strategy.pipeline.simulator import (
     simulate,
     write_timeline,
 )
+from zero_strategy.runtime.terminal import complain
 from zero_strategy.runtime.terminal import table as as_table
 
 _SHOW = """\
@@ -81,7 +81,7 @@ def run_schedule_command(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"zero-strategy schedule: {error}", file=sys.stderr)
+        complain(f"zero-strategy schedule: {error}")
         return 2
     return 0
 

@@ -15,6 +15,8 @@ import sysconfig
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zero_strategy.runtime.terminal import complain
+
 if TYPE_CHECKING:
     from zero_strategy.config import ZeroConfig
     from zero_strategy.verify.compare import VerifyReport
@@ -106,7 +108,9 @@ def run_verify_command(options: argparse.Namespace) -> int:
 def _could_not(said: str, options: argparse.Namespace, hint: str = "") -> int:
     if options.json:
         print(json.dumps({"error": said}, indent=1))
-    print(f"{said}\n({hint})" if hint else said, file=sys.stderr)
+    complain(said)
+    if hint:
+        complain(f"({hint})")
     return 2
 
 

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_strategy.config.bounds import MOST_BYTES, check_yaml
 from zero_strategy.config.section import Section, from_origin, is_section, typed_fields, wrong_type
 from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.shown import shown
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -86,21 +88,23 @@ def read_file(source: str | os.PathLike[str]) -> Layer:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    path, shown = Path(source).expanduser(), os.fspath(source)
+    path, name = Path(source).expanduser(), os.fspath(source)
     if not path.exists():
-        hint = f" ({shown!r} is a strategy name; as a config it is {_PRESETS[shown]})" if shown in _PRESETS else ""
-        raise FileNotFoundError(errno.ENOENT, f"no config file{hint}", shown)
-    origin = f"user: {shown}"
+        hint = f" ({name!r} is a strategy name; as a config it is {_PRESETS[name]})" if name in _PRESETS else ""
+        raise FileNotFoundError(errno.ENOENT, f"no config file{hint}", name)
+    origin = f"user: {shown(name)}"
+    text = read_text(path, MOST_BYTES)
     try:
-        text = read_text(path)
+        check_yaml(text)
         # PyYAML tells the kind of document: OmegaConf would read the bare word `foo` as {foo: null}.
         document = yaml.compose(text)
         if document is not None and not isinstance(document, yaml.MappingNode):
-            raise TypeError(f"the config file {shown} holds a {document.id}; expected a mapping of settings")
-        node = OmegaConf.create(text)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"the config file {shown} cannot be read as YAML: {error}") from error
-    return Layer(_plain_mapping(node, origin), origin)
+            raise TypeError(f"the config file {shown(name)} holds a {document.id}; expected a mapping of settings")
+        return Layer(_plain_mapping(OmegaConf.create(text), origin), origin)
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
+        if str(error).startswith("the config [") or origin in str(error):
+            raise
+        raise ValueError(f"the config file {shown(name)} cannot be read as YAML: {error}") from error
 
 
 def plain(value: Any, key: str, origin: str) -> Any:
@@ -116,6 +120,8 @@ def plain(value: Any, key: str, origin: str) -> Any:
 
     try:
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except RecursionError:
+        raise ValueError(f"{key or 'the config'} [{origin}] cannot be resolved: it is nested too deeply") from None
     except OmegaConfBaseException as error:
         at = error.full_key or key or "the config"
         raise ValueError(f"{at} [{origin}] cannot be resolved: {error.msg or error}") from error
@@ -223,7 +229,7 @@ def unknown_key(root: type[Section], section: type[Section], name: str, origin: 
         name: The name.
         origin: Where it was used.
     """
-    where = f"'{section.prefix}{name}'{from_origin(origin)}"
+    where = f"'{section.prefix}{shown(name)}'{from_origin(origin)}"
     if "." in name:
         return f"dotted key {where} is not accepted; nest it: {nested(section.prefix + name)}"
     owned = owned_key(section, name, origin)

@@ -23,21 +23,22 @@ from __future__ import annotations
 
 import io
 import os
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint.disk import naming
 from zero_strategy.checkpoint.manifest import AVERAGE, AVERAGE_BUFFERS_NAME
 from zero_strategy.convert import dcp, torch_file
 from zero_strategy.convert.optimizer_form import is_optimizer_state, is_state_dict, to_torch, whole_state_dict
 from zero_strategy.convert.pickle_globals import Record
 from zero_strategy.convert.pickles import load_restricted
 from zero_strategy.convert.portable import PortableState, Progress, StoredTensor, without_averages
+from zero_strategy.convert.zip_entries import pickle_in
 from zero_strategy.runtime.regular_files import is_there, open_regular
 
 TRAINER_FILE = "lightning.pt"
@@ -58,7 +59,7 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
         OSError: If the file system fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         torch.save(to_content(state if progress is None else _told(state, progress)), file)
         file.flush()
         os.fsync(file.fileno())
@@ -268,13 +269,4 @@ def _plain(value: Any, source: str) -> Any:
 def _pickle_of(path: Path) -> bytes:
     """The pickle in a file of torch.save; of the older format the beginning, which holds it."""
     with open(open_regular(path), "rb") as file:
-        return _pickle_in(file)
-
-
-def _pickle_in(file: IO[bytes]) -> bytes:
-    if not zipfile.is_zipfile(file):
-        file.seek(0)
-        return file.read(1 << 20)
-    with zipfile.ZipFile(file) as archive:
-        name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-        return archive.read(name) if name else b""
+        return pickle_in(file, str(path), 1 << 20)

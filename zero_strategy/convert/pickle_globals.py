@@ -22,6 +22,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
+from zero_strategy.runtime.shown import brief
+
 _CODES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
 
 
@@ -33,7 +35,7 @@ class NumpyDtype:
 
     def __init__(self, code: Any, *rest: Any) -> None:
         if code not in _CODES:
-            raise ValueError(f"a numpy value has the dtype {code!r}; read are {sorted(_CODES)}")
+            raise ValueError(f"a numpy value has the dtype {brief(code)}; read are {sorted(_CODES)}")
         self._dtype = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
@@ -59,9 +61,9 @@ class NumpyArray:
             raise ValueError("a numpy array has an unknown state")
         _, shape, dtype, by_columns, data = state
         if not isinstance(data, (bytes, bytearray)) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"a numpy array of shape {shape!r} is made of a {type(data).__name__}")
+            raise ValueError(f"a numpy array of shape {brief(shape)} is made of a {type(data).__name__}")
         if len(data) != prod(shape) * dtype.dtype.itemsize:
-            raise ValueError(f"a numpy array of shape {shape!r} has {len(data)} bytes")
+            raise ValueError(f"a numpy array of shape {brief(shape)} has {len(data)} bytes")
         values = np.frombuffer(bytes(data), dtype.dtype).reshape(shape, order="F" if by_columns else "C")
         self.tensor = torch.from_numpy(np.array(values, dtype.dtype.newbyteorder("="), order="C"))
 
@@ -263,7 +265,7 @@ def known_globals() -> dict[str, Any]:
 
 def _counts(values: Any, what: str) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and v >= 0 for v in values):
-        raise ValueError(f"a tensor's {what} is {values!r}")
+        raise ValueError(f"a tensor's {what} is {brief(values)}")
     return tuple(values)
 
 
@@ -288,7 +290,7 @@ def _tensor_of_dtype(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
 ) -> torch.Tensor:
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor is built on a {type(storage).__name__} with the dtype {dtype!r}")
+        raise ValueError(f"a tensor is built on a {type(storage).__name__} with the dtype {brief(dtype)}")
     numel = storage.numel * storage.dtype.itemsize // dtype.itemsize
     return _tensor(Storage(dtype, numel, storage.data), offset, size, stride)
 
@@ -301,14 +303,14 @@ def _parameter(data: Any, *rest: Any) -> torch.Tensor:
 
 def _moved(data: Any, dtype: Any, *rest: Any) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor's dtype is {dtype!r}")
+        raise ValueError(f"a tensor's dtype is {brief(dtype)}")
     return _parameter(data).to(dtype)
 
 
 def _with_attributes(build: Any, kind: Any, args: Any, state: Any) -> torch.Tensor:
     """A tensor with attributes of its own, which are kept apart: they must not hide the tensor's methods."""
     if not isinstance(build, Maker) or not isinstance(args, tuple):
-        raise ValueError(f"a tensor is built by {build!r}")
+        raise ValueError(f"a tensor is built by {brief(build)}")
     tensor = build(*args)
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{build.full_name} does not build a tensor")
@@ -331,13 +333,13 @@ def _size(values: Any = ()) -> torch.Size:
 
 def _device(kind: Any, index: Any = None) -> torch.device:
     if not isinstance(kind, str) or not (index is None or type(index) is int):
-        raise ValueError(f"a device is ({kind!r}, {index!r})")
+        raise ValueError(f"a device is ({brief(kind)}, {brief(index)})")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _layout(name: Any) -> torch.layout:
     if name != "torch.strided":
-        raise ValueError(f"a tensor has the layout {name!r}; only torch.strided is read")
+        raise ValueError(f"a tensor has the layout {brief(name)}; only torch.strided is read")
     return torch.strided
 
 
@@ -348,7 +350,7 @@ def _bytes(text: Any = "", encoding: Any = "latin1", *rest: Any) -> bytes:
     if isinstance(text, bytes):
         return text
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "iso-8859-1"):
-        raise ValueError(f"bytes are encoded as {encoding!r}")
+        raise ValueError(f"bytes are encoded as {brief(encoding)}")
     return text.encode("latin1")
 
 
@@ -374,31 +376,31 @@ def _set(items: Any = ()) -> set[Any]:
 
 def _complex(real: Any, imag: Any) -> complex:
     if not isinstance(real, float) or not isinstance(imag, float):
-        raise ValueError(f"a complex number is made of {real!r} and {imag!r}")
+        raise ValueError(f"a complex number is made of {brief(real)} and {brief(imag)}")
     return complex(real, imag)
 
 
 def _slice(*args: Any) -> slice:
     if not 1 <= len(args) <= 3 or not all(value is None or type(value) is int for value in args):
-        raise ValueError(f"a slice is made of {args!r}")
+        raise ValueError(f"a slice is made of {brief(args)}")
     return slice(*args)
 
 
 def _range(*args: Any) -> range:
     if not 1 <= len(args) <= 3 or not all(type(value) is int for value in args):
-        raise ValueError(f"a range is made of {args!r}")
+        raise ValueError(f"a range is made of {brief(args)}")
     return range(*args)
 
 
 def _path(*parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"a path is made of {parts!r}")
+        raise ValueError(f"a path is made of {brief(parts)}")
     return "/".join(parts).replace("//", "/")
 
 
 def _reconstructed(kind: Any, base: Any, state: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Record)):
-        raise ValueError(f"an object of {kind!r} is rebuilt")
+        raise ValueError(f"an object of {brief(kind)} is rebuilt")
     return kind()
 
 
@@ -406,7 +408,7 @@ def _member(*args: Any) -> Record:
     """A member of an enumeration as Python 3.11.0 to 3.11.3 pickle it, by name; nothing is looked up."""
     kind, name = args if len(args) == 2 else (None, None)
     if not (isinstance(kind, type) and issubclass(kind, Record)) or not isinstance(name, str):
-        raise ValueError(f"builtins.getattr is called with {args!r}, which are no class of records and a member's name")
+        raise ValueError(f"builtins.getattr is called with {brief(args)}, no class of records and a member's name")
     return kind(name)
 
 

@@ -46,9 +46,16 @@ from zero_strategy.convert.pickle_globals import (
     known_globals,
     with_own,
 )
+from zero_strategy.convert.pickle_sizes import PickleSizes
+from zero_strategy.convert.zip_entries import opened_zip
 from zero_strategy.runtime.regular_files import open_regular, path_of, read_regular
+from zero_strategy.runtime.shown import brief, shown
 
 _CHUNK = 8 << 20
+_MOST_LEVELS = 200
+"""Of containers in each other, in what a pickle builds."""
+_MOST_OBJECTS = 2_000_000
+"""In it, each counted as often as it is reached, beside twenty for each container."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
@@ -77,21 +84,8 @@ class TorchArchive:
         self._mapped: Any = None
         with _opened(file) as opened:
             size = opened.seek(0, io.SEEK_END)
-            try:
-                with zipfile.ZipFile(opened) as archive:
-                    self._read_directory(archive, opened, size)
-            except (
-                zipfile.BadZipFile,
-                struct.error,
-                EOFError,
-                LookupError,
-                RuntimeError,
-                OSError,
-                ValueError,
-            ) as error:
-                if str(error).startswith(name):
-                    raise
-                raise ValueError(f"{name}: is truncated or damaged ({error}); take another copy of it") from None
+            with opened_zip(opened, name) as archive:
+                self._read_directory(archive, opened, size)
             if mmap and isinstance(file, (str, os.PathLike)):
                 self._mapped = torch.UntypedStorage.from_file(path_of(opened.fileno(), file), False, size)
 
@@ -99,14 +93,10 @@ class TorchArchive:
         entries = archive.infolist()
         root = next((e.filename[: -len("data.pkl")] for e in entries if e.filename.endswith("/data.pkl")), None)
         names = [entry.filename for entry in entries]
-        for entry in entries:
-            # Not only strange: a compressed entry can be a thousand times as long as the file.
-            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.compress_size > size:
-                raise ValueError(f"{self._name}: entry {entry.filename} is compressed or encrypted: not of torch.save")
         if root is None or f"{root}constants.pkl" in names or len(set(names)) != len(names):
             raise ValueError(f"{self._name}: is a zip file, but not one that torch.save wrote")
         if f"{root}byteorder" in names and (order := archive.read(f"{root}byteorder").decode()) != sys.byteorder:
-            raise ValueError(f"{self._name}: has {order}-endian data; convert it on such a machine")
+            raise ValueError(f"{self._name}: has {shown(order)}-endian data; convert it on such a machine")
         self.pickle = archive.read(f"{root}data.pkl")
         self._spans: dict[str, _Span] = {}
         for entry in entries:
@@ -118,7 +108,7 @@ class TorchArchive:
         name_length, extra_length = _LOCAL_HEADER.unpack(opened.read(_LOCAL_HEADER.size))
         offset = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if offset + entry.file_size > size:
-            raise ValueError(f"{self._name}: is truncated inside of entry {entry.filename}")
+            raise ValueError(f"{self._name}: is truncated inside of entry {brief(entry.filename)}")
         return _Span(offset, entry.file_size, entry.CRC)
 
     def verify(self) -> None:
@@ -268,11 +258,12 @@ def _survey(data: bytes, name: str, table: Mapping[str, Any]) -> int:
             number beyond the pickle's length would have the machine allocate a memo of that size.
     """
     unknown: dict[str, None] = {}
-    end = 0
+    end, sizes = 0, PickleSizes(len(data))
     try:
         for opcode, argument, position in pickletools.genops(data):
             if opcode.name in _REFUSED or (opcode.name in _PUTS and int(argument or 0) > len(data)):
-                raise ValueError(f"{name}: its pickle has the opcode {opcode.name} {argument!r}; refused")
+                raise ValueError(f"{name}: its pickle has the opcode {opcode.name} {brief(argument)}; refused")
+            sizes.follow(opcode, argument)
             if opcode.name in ("GLOBAL", "INST"):
                 module, _, attribute = str(argument).partition(" ")
                 if (full := _full_name(module, attribute)) not in table:
@@ -281,7 +272,7 @@ def _survey(data: bytes, name: str, table: Mapping[str, Any]) -> int:
     except ValueError as error:
         if str(error).startswith(name):
             raise
-        raise ValueError(f"{name}: its pickle is truncated or damaged ({error})") from None
+        raise ValueError(f"{name}: its pickle is truncated or damaged ({shown(error)})") from None
     if unknown:
         raise _not_allowed(name, list(unknown))
     return end + 1
@@ -289,9 +280,9 @@ def _survey(data: bytes, name: str, table: Mapping[str, Any]) -> int:
 
 def _not_allowed(name: str, unknown: list[str]) -> ValueError:
     return ValueError(
-        f"{name}: holds {', '.join(unknown)}, neither plain data nor a known class; nothing was loaded. Write the file "
-        "anew without such objects (with the program that wrote it, where you trust it), or, from Python, pass "
-        "allow={name: None} to load_restricted to read such a class as inert data"
+        f"{name}: holds {shown(', '.join(unknown))}, neither plain data nor a known class; nothing was loaded. Write "
+        "the file anew without such objects (with the program that wrote it, where you trust it), or, from Python, "
+        "pass allow={name: None} to load_restricted to read such a class as inert data"
     )
 
 
@@ -330,17 +321,19 @@ class _Machine(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Storage:
         """A storage; the id is ("storage", type, key, location, elements[, view])."""
         if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise ValueError(f"a persistent id is {pid!r}")
+            raise ValueError(f"a persistent id is {brief(pid)}")
         _, kind, key, _, numel, *view = pid
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
-            raise ValueError(f"a persistent id is {pid!r}")
+            raise ValueError(f"a persistent id is {brief(kind)}, {brief(key)}, {brief(numel)}")
         if view and view[0] is not None:
-            raise ValueError(f"storage {key} is a view of another one, as only very old versions of torch wrote")
+            raise ValueError(f"storage {brief(key)} is a view of another one, as only very old versions of torch wrote")
         if key not in self._storages:
             self._storages[key] = Storage(kind.dtype, numel, self._storage(key, numel * kind.dtype.itemsize))
         found = self._storages[key]
         if (found.dtype, found.numel) != (kind.dtype, numel):
-            raise ValueError(f"storage {key} has {found.numel} of {found.dtype}, and {numel} of {kind.dtype}")
+            raise ValueError(
+                f"storage {brief(key)} has {found.numel} of {found.dtype}, and {brief(numel)} of {kind.dtype}"
+            )
         return found
 
     @property
@@ -353,11 +346,17 @@ class _Machine(pickle.Unpickler):
         try:
             return _Settled().of(self.load())
         except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError, RuntimeError) as error:
-            raise ValueError(f"{self._name}: its pickle is damaged or builds no plain data ({error})") from None
+            what = f"{type(error).__name__}: {_said(error)}"
+            raise ValueError(f"{self._name}: its pickle is damaged or builds no plain data ({what})") from None
         except ValueError as error:
             if str(error).startswith(self._name):
                 raise
             raise ValueError(f"{self._name}: {error}") from None
+
+
+def _said(error: BaseException) -> str:
+    """The message of an error, without the key of a KeyError: to print that may take for ever."""
+    return f"no {brief(error.args[0])}" if isinstance(error, KeyError) and error.args else shown(error)
 
 
 class _Settled:
@@ -365,14 +364,40 @@ class _Settled:
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._sizes: dict[int, int] = {}
+        self._depth = self._count = 0
 
     def of(self, value: Any) -> Any:
-        """The settled form of a value."""
+        """The settled form of a value.
+
+        Raises:
+            ValueError: If it is nested too deeply, or holds what is no plain data.
+        """
+        self._depth += 1
+        if self._depth > _MOST_LEVELS:
+            raise ValueError(f"its pickle is nested more than {_MOST_LEVELS} levels deep")
+        try:
+            return self._of(value)
+        finally:
+            self._depth -= 1
+
+    def _of(self, value: Any) -> Any:
         if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, torch.device)):
             return value
         if id(value) in self._done:
+            self._count += self._sizes.get(id(value), 0)  # none as long as it is being settled: it holds itself
+            self._check_count()
             return self._done[id(value)][1]
-        return self._container(value)
+        before = self._count
+        self._count += 1 + (len(value) if isinstance(value, (dict, list, tuple, set, frozenset, deque)) else 0)
+        settled = self._container(value)
+        self._sizes[id(value)] = self._count - before
+        self._check_count()
+        return settled
+
+    def _check_count(self) -> None:
+        if self._count > _MOST_OBJECTS + 20 * len(self._done):
+            raise ValueError("its parts hold each other so often that to walk over them takes for ever")
 
     def _keep(self, value: Any, settled: Any) -> Any:
         self._done[id(value)] = (value, settled)  # the value, too: its id must not be used again
@@ -444,14 +469,16 @@ def _no_storage(key: str, nbytes: int) -> None:
 def _legacy_storages(
     content: memoryview, place: int, keys: Any, wanted: Mapping[str, Storage], name: str
 ) -> dict[str, torch.UntypedStorage]:
-    if not isinstance(keys, list) or set(keys) != set(wanted) or len(set(keys)) != len(keys):
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"{name}: its list of storages is none of names")
+    if set(keys) != set(wanted) or len(set(keys)) != len(keys):
         raise ValueError(f"{name}: its list of storages is not that of its tensors")
     data: dict[str, torch.UntypedStorage] = {}
     for key in keys:
         storage, begin = wanted[key], place + 8
         end = begin + storage.numel * storage.dtype.itemsize
         if end > len(content):
-            raise ValueError(f"{name}: is truncated inside of storage {key}")
+            raise ValueError(f"{name}: is truncated inside of storage {brief(key)}")
         if (count := int.from_bytes(content[place:begin], "little")) != storage.numel:
             raise ValueError(f"{name}: storage {key} has {count} elements, the pickle says {storage.numel}")
         copied = bytearray(content[begin:end])

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from zero_strategy.checkpoint.disk import naming
 from zero_strategy.convert.optimizer_form import (
     add_weights,
     from_torch,
@@ -147,7 +148,7 @@ def write(state: PortableState, path: Path, *, progress: Progress | None = None)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(path), open(temporary, "wb") as file:
             torch.save(to_content(state), file)
             file.flush()
             os.fsync(file.fileno())

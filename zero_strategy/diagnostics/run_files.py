@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import torch
 
 from zero_strategy.diagnostics.step_clock import Flow
+from zero_strategy.runtime import bounded_json
+from zero_strategy.runtime.regular_files import is_there, read_text
 from zero_strategy.version import __version__
+
+_MOST_BYTES = 4 << 30
+"""Of one rank's file of a run."""
 
 if TYPE_CHECKING:
     from zero_strategy.engine import ZeroEngine
@@ -289,7 +294,9 @@ def read_run(directory: str | Path) -> RecordedRun:
                 traces.setdefault(int(values["rank"]), {})[int(values["step"])] = found
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{where}: no trace of a step: {error}") from error
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
+    facts = bounded_json.parse(read_text(folder / FACTS), str(folder / FACTS)) if is_there(folder / FACTS) else {}
+    if not isinstance(facts, dict):
+        raise ValueError(f"{folder / FACTS}: holds a JSON {type(facts).__name__}, not an object")
     return RecordedRun(
         folder,
         facts,
@@ -300,15 +307,15 @@ def read_run(directory: str | Path) -> RecordedRun:
 
 def _lines(path: Path) -> list[tuple[Any, str]]:
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read_text(path, _MOST_BYTES).splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            found.append((json.loads(line), where))
+            found.append((bounded_json.parse(line, where), where))
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{where}: {error}") from error
+            raise error
     return found
 
 

@@ -14,6 +14,7 @@ v.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
+
+from zero_strategy.runtime.regular_files import read_text
 
 
 class Kind(str, Enum):
@@ -348,8 +351,8 @@ def read_csv(path: str | Path) -> Table:
         ValueError: If a cell is no action, or the cells are no whole schedule of a placement of ours.
         OSError: If the file cannot be read.
     """
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        lines = [[cell.strip() for cell in line if cell.strip()] for line in csv.reader(file)]
+    text = io.StringIO(read_text(path), newline="")
+    lines = [[cell.strip() for cell in line if cell.strip()] for line in csv.reader(text)]
     while lines and not lines[-1]:
         lines.pop()
     cells = [[_parse(path, rank, cell) for cell in line] for rank, line in enumerate(lines)]

@@ -41,6 +41,12 @@ from zero_strategy.pipeline.instructions import (
     read_program,
 )
 from zero_strategy.pipeline.schedules import Kind
+from zero_strategy.runtime import bounded_json
+from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.shown import shown
+
+_MOST_BYTES = 4 << 30
+"""Of a file of a timeline."""
 
 _COMPUTES = frozenset(kind.value for kind in Kind)
 _ENDS = (Kind.BACKWARD.value, Kind.BACKWARD_WEIGHT.value)
@@ -240,13 +246,13 @@ def _in_flight(events: Sequence[Event]) -> int:
 
 def _read(path: Path) -> list[Event]:
     events = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    events.append(_event(json.loads(line)))
-                except (ValueError, TypeError, KeyError) as error:
-                    raise ValueError(f"{path}, line {number}: no event of a timeline: {error!r}") from error
+    for number, line in enumerate(read_text(path, _MOST_BYTES).splitlines(), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                events.append(_event(bounded_json.parse(line, where)))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{shown(where)}: no event of a timeline: {error!r}") from error
     return events
 
 

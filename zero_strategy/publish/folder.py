@@ -3,6 +3,8 @@
     anchor-00000012/        safetensors under the model's names, publication.json, manifest.json (last)
     delta-00000013/         rank-0.safetensors ..., of each rank's slices; publication.json (last)
 
+    .publisher              lock of the training that publishes there
+
 Nothing counts before its last file is there. A version names its base by session and number: a trainer that begins
 anew in a folder starts a session with an anchor, and changes of one session are never applied to values of another.
 Files are read whole, compared with their SHA-256, and only then used; nothing is unpickled.
@@ -14,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,13 +28,38 @@ from zero_strategy.checkpoint.layout import METADATA_KEY
 from zero_strategy.checkpoint.manifest import MANIFEST_NAME
 from zero_strategy.checkpoint.storage import RemoteFolder, is_remote
 from zero_strategy.comm.delta import Words
+from zero_strategy.publish.lock import FolderLock
+from zero_strategy.runtime import bounded_json
+from zero_strategy.runtime.regular_files import read_regular
+from zero_strategy.runtime.shown import brief, checked_path, shown
 
 RECORD = "publication.json"
+MOST_RECORD_BYTES = 256 << 20
+"""Of a record; it has a line's worth for each parameter and rank."""
 _SUM = "sha256"
-NAME = re.compile(r"(anchor|delta)-(\d{8})")
-"""Names of versions' folders."""
-FILE = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*/)*[A-Za-z0-9_][\w.\-]*", re.ASCII)
-"""Paths of files in them, which lead nowhere else."""
+_NAME = re.compile(r"(anchor|delta)-(\d{8,15})", re.ASCII)
+_FILE = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*/)*[A-Za-z0-9_][\w.\-]*", re.ASCII)
+_MOST_PATH, _MOST_FILE_NAME = 1024, 255
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """Kind and number of a version by the name of its folder; None of any other name.
+
+    A number has eight digits, or more where it needs them, and one spelling only.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None or version_name(found[1], int(found[2])) != name:
+        return None
+    return found[1], int(found[2])
+
+
+def is_file_path(path: str) -> bool:
+    """True if it can be the path of a file in a version: it leads nowhere else, and is none that is hidden."""
+    return (
+        len(path) <= _MOST_PATH
+        and _FILE.fullmatch(path) is not None
+        and all(len(name) <= _MOST_FILE_NAME for name in path.split("/"))
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,7 @@ def read_record(path: Path) -> Version:
         ValueError: If it is damaged; names it.
     """
     found = next(path.glob(f"*/files/{RECORD}"), path / RECORD)  # in the pieces of a checkpoint in a store
-    return parse_record(found.read_bytes(), str(path / RECORD))
+    return parse_record(read_regular(found, MOST_RECORD_BYTES), str(path / RECORD))
 
 
 def parse_record(content: bytes, source: str) -> Version:
@@ -87,24 +114,37 @@ def parse_record(content: bytes, source: str) -> Version:
         ValueError: If it is damaged; names `source`.
     """
     try:
-        found: Any = json.loads(content)
+        found: Any = bounded_json.parse(content, source)
         version = Version(**{key: found[key] for key in Version.__dataclass_fields__})
         valid = (
             found[_SUM] == _sum_of(asdict(version))
-            and type(version.number) is int
-            and type(version.step) is int
+            and _is_count(version.number)
+            and _is_count(version.step)
             and isinstance(version.session, str)
             and isinstance(version.dtype, str)
-            and isinstance(version.files, Mapping)
-            and all(re.fullmatch(r"rank-\d+\.safetensors", str(name)) for name in version.files)
+            and isinstance(version.files, dict)
+            and all(re.fullmatch(r"rank-\d+\.safetensors", name, re.ASCII) for name in version.files)
+            and all(isinstance(digest, str) for digest in version.files.values())
             and isinstance(version.digests, list)
+            and all(isinstance(digest, str) for digest in version.digests)
             and isinstance(version.slices, list)
+            and all(isinstance(rank, list) and all(map(_is_slice, rank)) for rank in version.slices)
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{source} is damaged: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{shown(source)} is damaged: {type(error).__name__}: {shown(error)}") from None
     if not valid:
-        raise ValueError(f"{source} is damaged: its entries are not what they should be")
+        raise ValueError(f"{shown(source)} is damaged: its entries are not what they should be")
     return version
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_slice(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return isinstance(value[0], str) and _is_count(value[1]) and _is_count(value[2])
 
 
 class Digest:
@@ -154,34 +194,67 @@ class VersionFolder:
     def found(self) -> list[tuple[str, int, Path]]:
         """(kind, number, path) of all, finished or not, in the order of numbers."""
         names = os.listdir(self.directory) if self.directory.is_dir() else []
-        matches = [(match, name) for name in names if (match := NAME.fullmatch(name))]
-        return sorted((match[1], int(match[2]), self.directory / name) for match, name in matches)
+        matches = [(match, name) for name in names if (match := parse_name(name))]
+        return sorted((*match, self.directory / name) for match, name in matches)
+
+    def finished(self) -> list[tuple[str, int]]:
+        """(kind, number) of the finished versions."""
+        return [(kind, number) for kind, number, path in self.found() if (path / last_file(path.name)).is_file()]
 
     def anchors(self) -> list[int]:
         """Numbers of the finished anchors, in order."""
         return [n for kind, n, path in self.found() if kind == "anchor" and (path / MANIFEST_NAME).is_file()]
 
 
-def payloads_of(content: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Keys and payloads of a rank's file of a change, which is what was written."""
+def missing_change(found: Iterable[tuple[str, int]], number: int) -> str:
+    """Words for a change that is lost, with others after it and no anchor; "" where nothing is.
+
+    Args:
+        found: (kind, number) of the finished versions.
+        number: Of the version from which a reader goes on.
+    """
+    later = [(kind, each) for kind, each in found if each > number]
+    if not later or any(kind == "anchor" for kind, _ in later) or ("delta", number + 1) in later:
+        return ""
+    names = version_name("delta", number + 1), version_name(*min(later, key=lambda each: each[1]))
+    return f"{names[0]} is missing, and {names[1]} is there: version {number} stays until the next anchor"
+
+
+def payloads_of(content: bytes, source: str) -> Iterator[tuple[str, int, memoryview]]:
+    """(name, first element, payload) of each entry in a rank's file of a change.
+
+    Raises:
+        ValueError: If it is no such file; names `source`.
+    """
     data = memoryview(content)
     start = 8 + int.from_bytes(data[:8], "little")
-    for key, entry in json.loads(content[8:start]).items():
-        if key != METADATA_KEY:
-            first, last = entry["data_offsets"]
-            yield key, data[start + first : start + last]
+    if not 10 <= start <= len(data):
+        raise ValueError(f"{shown(source)} is damaged: its header does not end within its {len(data)} bytes")
+    header = bounded_json.parse(content[8:start], source)
+    if not isinstance(header, dict):
+        raise ValueError(f"{shown(source)} is damaged: its header is no JSON object")
+    for key, entry in header.items():
+        if key == METADATA_KEY:
+            continue
+        name, _, first = key.rpartition("@")
+        found: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
+        offsets = found if isinstance(found, list) and len(found) == 2 and all(map(_is_count, found)) else [1, 0]
+        is_place = name and re.fullmatch(r"\d{1,18}", first, re.ASCII)
+        if not is_place or not offsets[0] <= offsets[1] <= len(data) - start:
+            raise ValueError(f"{shown(source)} is damaged: its entry {brief(key)} is not what it should be")
+        yield name, int(first), data[start + offsets[0] : start + offsets[1]]
 
 
-def read_delta_file(path: Path, digest: str) -> bytes:
-    """A rank's file of a change.
+def read_delta_file(path: Path, digest: str, most: int) -> bytes:
+    """A rank's file of a change, of so many bytes at most.
 
     Raises:
         FileNotFoundError: If it is not there (any more).
         ValueError: If it is not what was written; names it.
     """
-    content = path.read_bytes()
+    content = read_regular(path, most)
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"{path} is damaged: its {len(content)} bytes are not those that were written")
+        raise ValueError(f"{shown(path)} is damaged: its {len(content)} bytes are not those that were written")
     return content
 
 
@@ -193,6 +266,13 @@ class Target(Protocol):
     """
 
     where: str
+
+    def lock(self) -> FolderLock | None:
+        """Keep other trainings out; None where that cannot be done.
+
+        Raises:
+            ValueError: If another one publishes there.
+        """
 
     def last(self) -> int:
         """The highest number in use, finished or not; -1 if there is none."""
@@ -218,6 +298,10 @@ class Directory:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._folder, self.where = VersionFolder(directory), os.fspath(directory)
+
+    def lock(self) -> FolderLock:
+        """See `Target`."""
+        return FolderLock(self._folder.directory)
 
     def last(self) -> int:
         """See `Target`."""
@@ -260,9 +344,12 @@ class Bucket:
     def __init__(self, url: str) -> None:
         self._folder, self.where = RemoteFolder(url), url
 
+    def lock(self) -> None:
+        """See `Target`."""
+
     def _numbers(self) -> list[tuple[int, str]]:
-        matches = [(match, name) for name in self._folder.names() if (match := NAME.fullmatch(name))]
-        return sorted((int(match[2]), name) for match, name in matches)
+        matches = [(match, name) for name in self._folder.names() if (match := parse_name(name))]
+        return sorted((match[1], name) for match, name in matches)
 
     def last(self) -> int:
         """See `Target`."""
@@ -300,11 +387,11 @@ def target_of(to: str | os.PathLike[str]) -> Target:
 
     Raises:
         ImportError: If fsspec, or what it needs for the URL's scheme, is not installed.
-        ValueError: If it is a URL of a scheme that cannot be written to.
+        ValueError: If it is empty, a URL without a place, or of a scheme that cannot be written to.
     """
+    url = checked_path(to, "publish(to=...)")
     if not is_remote(to):
         return Directory(to)
-    url = os.fspath(to)
     if url.startswith(("http://", "https://")):
         raise ValueError(f"{url}: publish in a directory or an object store, and serve that: publisher.serve()")
     return Bucket(url)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from zero_strategy.fsdp.shard_storage import PARAMETERS
 from zero_strategy.publish.folder import RECORD, Directory, Version, record_of, target_of
 from zero_strategy.publish.recorder import ChangeRecorder
 from zero_strategy.publish.server import VersionServer
+from zero_strategy.runtime.shown import shown
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Publisher:
     Raises:
         TypeError: If `dtype` is not one of floating point.
         ImportError: If fsspec, or what it needs for the URL's scheme, is not installed.
-        ValueError: If `to` cannot be written to, a count is not positive, or tensor parallelism divides the model.
+        ValueError: If `to` cannot be written to, or another training publishes there, a count is not positive, or
+            tensor parallelism divides the model.
     """
 
     def __init__(
@@ -92,7 +95,10 @@ class Publisher:
         self._dtype, self._anchor_every, self._keep = dtype, anchor_every, keep
         self._changes = ChangeRecorder(engine, dtype)
         self._writes = engine.mesh.replicate.rank == 0
-        engine.mesh.barrier.wait_for_all(f"publish(to={os.fspath(to)})")
+        engine.mesh.barrier.wait_for_all(f"publish(to={shown(to)})")
+        first = engine.mesh.world_group.rank == 0
+        self._lock = together(engine.mesh.control, lambda: self._target.lock() if first else None)
+        self._closed = False
         self._session: str
         self._number: int
         self._session, self._number = engine.mesh.control.all_gather_objects(
@@ -106,6 +112,18 @@ class Publisher:
     def version(self) -> int:
         """Number of the last version."""
         return self._number
+
+    @property
+    def release(self) -> Callable[[], None]:
+        """A function that lets other trainings publish in the folder; it does not refer to this object."""
+        return _nothing if self._lock is None else self._lock.release_later
+
+    def close(self) -> None:
+        """Publish no more: the server ends, and others may publish in the folder. A second call does nothing."""
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        self.release()
 
     def serve(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None) -> VersionServer | None:
         """Serve the folder over TCP until this object is gone, for readers that do not see it; see `VersionServer`.
@@ -129,12 +147,26 @@ class Publisher:
         Raises:
             BarrierError: If ranks do not come.
             OSError: On all ranks, if one cannot write; that version does not count, and the next begins anew.
+            RuntimeError: After `close`.
+            ValueError: If another training has published in the folder meanwhile.
         """
         engine = self._engine
+        if self._closed:
+            raise RuntimeError(f"this publisher of {shown(self._target.where)} is closed")
         engine.model.moved.check("publishing weights", (PARAMETERS,))
+        # Before the barrier: after it other ranks begin to write the next version.
+        last = self._target.last() if engine.mesh.world_group.rank == 0 else self._number
         engine.mesh.barrier.wait_for_all("publishing weights")
+        together(engine.mesh.control, lambda: self._check_last(last))
         self.last = self._change() if self._known else self._begin()
         return self.last
+
+    def _check_last(self, last: int) -> None:
+        if last > self._number:
+            raise ValueError(
+                f"{shown(self._target.where)}: version {last} is there, which this training has not published: "
+                "another one publishes there"
+            )
 
     def _begin(self) -> Published:
         """The first version, or the first after a failure: an anchor and no change."""
@@ -203,3 +235,7 @@ class Publisher:
 
 def _is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < wanted.itemsize
+
+
+def _nothing() -> None:
+    """Stands for the release of a lock where there is none."""

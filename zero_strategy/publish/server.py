@@ -4,9 +4,15 @@
     weights = zero_strategy.subscribe(served.url, token=served.token)
 
     GET /                       {"anchor-00000012": {"model.safetensors": bytes, ...}, ...} of finished versions
-    GET /anchor-00000012/...    a file
+    GET /anchor-00000012/...    a file; with "Range: bytes=N-" its end
 
 What every rank has coded is sent as it is: nothing is gathered. Requests without the token get 401 and nothing else.
+Links are not followed: what lies outside of the folder is not served, whoever makes a link to it.
+
+Anybody who reaches the port can connect, so nobody costs the training more than this: connections that have not shown
+the token are few, and a new one ends the oldest of them; each has some seconds for a head of 8 KiB at most. Those with
+the token are bounded, too.
+
 The traffic is not encrypted; across networks that others read, tunnel it (ssh -L, a TLS proxy).
 """
 
@@ -15,9 +21,12 @@ from __future__ import annotations
 import hmac
 import http.server
 import json
+import os
+import re
 import secrets
 import shutil
 import socket
+import sys
 import threading
 import weakref
 from contextlib import suppress
@@ -25,11 +34,19 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from zero_strategy.publish.folder import FILE, NAME, VersionFolder, last_file
-from zero_strategy.runtime.regular_files import open_regular
+from zero_strategy.publish.folder import VersionFolder, is_file_path, last_file, parse_name
+from zero_strategy.runtime.http_requests import BoundedHandler
+from zero_strategy.runtime.regular_files import open_below
 
 _SILENT_SECONDS = 60
-"""After which a connection on which nothing is asked is closed."""
+"""After which a connection is closed on which nothing is asked, or of which nothing is taken."""
+_HEAD_SECONDS = 5.0
+MOST_WAITING = 16
+"""Connections that have not shown the token."""
+MOST_READERS = 512
+"""Connections that have."""
+_MOST_DEPTH = 8
+"""Folders in each other below a version's."""
 
 
 class VersionServer:
@@ -72,7 +89,7 @@ class VersionServer:
 def _stop(server: _Server) -> None:
     server.shutdown()
     server.server_close()
-    for connection in list(server.connections):
+    for connection in server.connections:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -83,28 +100,63 @@ class _Server(http.server.ThreadingHTTPServer):
     token: str
 
     def __init__(self, *args: Any) -> None:
-        self.connections: set[Any] = set()
+        self._lock = threading.Lock()
+        self._waiting: dict[Any, None] = {}  # the oldest first
+        self._readers: set[Any] = set()
         super().__init__(*args)
 
+    @property
+    def connections(self) -> list[Any]:
+        """All that are open."""
+        with self._lock:
+            return [*self._waiting, *self._readers]
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections.add(request)
+        with self._lock:
+            self._waiting[request] = None
+            oldest = next(iter(self._waiting)) if len(self._waiting) > MOST_WAITING else None
+            if oldest is not None:
+                del self._waiting[oldest]
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end, and closes it
         super().process_request(request, client_address)
 
+    def admit(self, request: Any) -> bool:
+        """Note that a connection has shown the token; False if there are too many such ones."""
+        with self._lock:
+            self._waiting.pop(request, None)
+            if request not in self._readers and len(self._readers) >= MOST_READERS:
+                return False
+            self._readers.add(request)
+            return True
+
     def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
+        with self._lock:
+            self._waiting.pop(request, None)
+            self._readers.discard(request)
         super().shutdown_request(request)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of who goes away before the answer; anything else is a defect, and printed."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+
+class _Handler(BoundedHandler):
     timeout = _SILENT_SECONDS
+    head_seconds = _HEAD_SECONDS
+    idle_seconds = float(_SILENT_SECONDS)
     server: _Server
 
     def do_GET(self) -> None:
         """Answer a request."""
         given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+        if not hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()):
             self._refuse(HTTPStatus.UNAUTHORIZED)
+            return
+        if not self.server.admit(self.request):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
             return
         if self.path == "/":
             content = json.dumps(_finished(self.server.folder)).encode()
@@ -112,25 +164,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
             return
         version, _, file = self.path[1:].partition("/")
-        if NAME.fullmatch(version) and FILE.fullmatch(file):
-            self._send(self.server.folder.directory / version / file)
+        if parse_name(version) and is_file_path(file):
+            self._send(f"{version}/{file}")
         else:
             self._refuse(HTTPStatus.NOT_FOUND)
 
-    def _send(self, path: Path) -> None:
+    def _send(self, path: str) -> None:
         try:
-            file = open(open_regular(path), "rb")  # noqa: SIM115
+            file = open(open_below(self.server.folder.directory, path), "rb")  # noqa: SIM115
         except (OSError, ValueError):
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         with file:
-            self._begin(file.seek(0, 2))
-            file.seek(0)
+            size = file.seek(0, 2)
+            asked = re.fullmatch(r"bytes=(\d{1,18})-", self.headers.get("Range", ""), re.ASCII)
+            start = int(asked[1]) if asked and int(asked[1]) < size else 0
+            file.seek(start)
+            self._begin(size - start, f"bytes {start}-{size - 1}/{size}" if start else "")
             shutil.copyfileobj(file, self.wfile, 1 << 20)
 
-    def _begin(self, nbytes: int) -> None:
-        self.send_response(HTTPStatus.OK)
+    def _begin(self, nbytes: int, part: str = "") -> None:
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK)
         self.send_header("Content-Length", str(nbytes))
+        if part:
+            self.send_header("Content-Range", part)
         self.end_headers()
 
     def _refuse(self, status: HTTPStatus) -> None:
@@ -140,19 +197,27 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is written for a request."""
-
 
 def _finished(folder: VersionFolder) -> dict[str, dict[str, int]]:
-    """Files and their bytes of all finished versions."""
+    """Files and their bytes of all finished versions, without links and what they lead to."""
     found: dict[str, dict[str, int]] = {}
     for _, _, path in folder.found():
         try:
-            paths = {each.relative_to(path).as_posix(): each for each in path.rglob("*") if each.is_file()}
-            files = {name: each.stat().st_size for name, each in paths.items() if FILE.fullmatch(name)}
-        except FileNotFoundError:
+            files = {} if path.is_symlink() else {name: size for name, size in _files(path) if is_file_path(name)}
+        except OSError:
             continue  # pruned just now
         if last_file(path.name) in files:
             found[path.name] = files
+    return found
+
+
+def _files(directory: Path, prefix: str = "", depth: int = 0) -> list[tuple[str, int]]:
+    """(path, bytes) of the regular files below a directory."""
+    found: list[tuple[str, int]] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                found.append((prefix + entry.name, entry.stat(follow_symlinks=False).st_size))
+            elif entry.is_dir(follow_symlinks=False) and depth < _MOST_DEPTH:
+                found += _files(directory / entry.name, f"{prefix}{entry.name}/", depth + 1)
     return found

@@ -11,10 +11,10 @@ digests afterwards. A reader that falls behind what is kept begins with a newer 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 
 from torch import Tensor
@@ -24,15 +24,19 @@ from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.delta import apply, elements_of, words_of
 from zero_strategy.convert.convert import open_any
 from zero_strategy.publish.folder import (
+    MOST_RECORD_BYTES,
     RECORD,
     Digest,
     Version,
     VersionFolder,
+    missing_change,
     payloads_of,
     read_delta_file,
     read_record,
 )
 from zero_strategy.publish.mirror import Mirror, source_of
+from zero_strategy.runtime.shown import brief, checked_path
+from zero_strategy.runtime.shown import shown as on_one_line
 
 Place = tuple[str, int, int]
 """Name, first element and elements."""
@@ -51,7 +55,7 @@ class Subscriber:
 
     Raises:
         ImportError: If fsspec, or what it needs for the URL's scheme, is not installed.
-        ValueError: If the URL cannot be one, or a server's token is missing.
+        ValueError: If the folder's path is empty or the URL cannot be one, or a server's token is missing.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Subscriber:
         token: str | None = None,
         mirror: str | os.PathLike[str] | None = None,
     ) -> None:
+        checked_path(directory, "subscribe(...)")
         source = source_of(os.fspath(directory), token) if is_remote(directory) else None
         self._mirror = None if source is None else Mirror(source, mirror)
         self._folder = VersionFolder(directory if self._mirror is None else self._mirror.directory)
@@ -95,40 +100,57 @@ class Subscriber:
         """Go on to the newest version; True if there was a newer one than is shown.
 
         Raises:
-            ConnectionError: If a server cannot be reached; what is shown stays.
+            ConnectionError: If a server cannot be reached, does not answer in time, or with something else than it
+                should; what is shown stays.
             FileNotFoundError: If files go while they are read, three times in a row.
+            OSError: If there is no room for copies of what comes from a URL.
             PermissionError: If it refuses the token.
-            ValueError: If a file is damaged and there is no newer anchor to go on from; names it. The version before
-                stays shown, or none if the damage showed itself in the values.
+            ValueError: If a file is damaged, or a change is lost, and there is no newer anchor to go on from; names it.
+                The version before stays shown, or none if the damage showed itself in the values.
         """
+        return self._update(math.inf)
+
+    def _update(self, end: float) -> bool:
         before = (self._shown.session, self._shown.number) if self._shown is not None else None
         for last in (False, False, True):  # what is pruned while it is read is not there any more
             try:
                 if self._mirror is not None:
-                    self._mirror.fetch(self._shown)
-                self._go_on_or_fall_back()
+                    self._mirror.fetch(self._shown, end)
+                self._go_on_or_fall_back(end)
                 break
             except FileNotFoundError:
                 if last:
                     raise
-        return self._shown is not None and (self._shown.session, self._shown.number) != before
+        changed = self._shown is not None and (self._shown.session, self._shown.number) != before
+        if not changed and self._mirror is not None and self._mirror.lost:
+            raise ValueError(f"{on_one_line(self._name)}: {self._mirror.lost}")
+        return changed
 
     def wait(self, timeout: float | None = None, *, poll: float | None = None) -> bool:
         """Return True when there is a newer version and it is shown; False after `timeout` seconds (None: never).
 
+        What has come of a version when the time is over is kept: the next call goes on with it.
         It looks every `poll` seconds; None: 0.05 in a folder, 1 behind a URL, where a look is a request.
 
         Raises:
-            ValueError: See `update`.
+            Exception: See `update`.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self.update():
-            if end is not None and time.monotonic() >= end:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._updated_before(end):
+            if time.monotonic() >= end:
                 return False
             time.sleep(poll if poll is not None else 0.05 if self._mirror is None else 1.0)
         return True
 
-    def _go_on_or_fall_back(self) -> None:
+    def _updated_before(self, end: float) -> bool:
+        try:
+            return self._update(end)
+        except ConnectionError:
+            if time.monotonic() >= end:  # by which the connection was ended
+                return False
+            raise
+
+    def _go_on_or_fall_back(self, end: float) -> None:
         if self._mirror is None:
             self._go_on()
             return
@@ -136,7 +158,7 @@ class Subscriber:
             self._go_on()
         except ValueError:  # perhaps it was damaged on its way
             self._mirror.drop()
-            self._mirror.fetch(self._shown)
+            self._mirror.fetch(self._shown, end)
             try:
                 self._go_on()
             except ValueError:
@@ -149,7 +171,7 @@ class Subscriber:
 
     def _go_on(self) -> None:
         anchors = self._folder.anchors()
-        shown = self._shown
+        began = shown = self._shown
         if shown is None or (anchors and not self._continues(shown, anchors[-1])):
             if not anchors:
                 return
@@ -162,6 +184,18 @@ class Subscriber:
                 if not newer:
                     raise
                 shown = self._read_newest(newer)
+        if self._mirror is None and shown is began:
+            self._check_next(shown)
+
+    def _check_next(self, shown: Version | None) -> None:
+        """Raises ValueError if the next change is lost: without a word a reader would stay where it is."""
+        if shown is None:
+            return
+        # First what is there, then the next change: one that is finished in between is no lost one.
+        found = self._folder.finished()
+        said = missing_change(found, shown.number)
+        if said and not (self._folder.delta(shown.number + 1) / RECORD).is_file():
+            raise ValueError(f"{on_one_line(self._name)}: {said}")
 
     def _continues(self, shown: Version, newest: int) -> bool:
         """True if the changes after what is shown are there, and no anchor of another session is newer."""
@@ -207,20 +241,30 @@ class Subscriber:
         if (version.session, version.number) != (shown.session, shown.number + 1):
             raise ValueError(f"{path} is a change of another session's values than those that are shown")
         try:
-            contents = [read_delta_file(path / name, digest) for name, digest in version.files.items()]
+            contents = {
+                path / name: read_delta_file(path / name, digest, self._most_bytes())
+                for name, digest in version.files.items()
+            }
         except FileNotFoundError as error:
             if not (path / RECORD).is_file():
                 raise  # removed while it was read
             raise ValueError(f"{error.filename} is missing, beside its record") from None
         self._shown = None  # for now; if this fails half-way the next reading begins with an anchor
-        for key, data in chain.from_iterable(map(payloads_of, contents)):
-            name, _, start = key.rpartition("@")
-            if name not in self._flat:
-                raise ValueError(f"{path} changes {name!r}, which is no weight of the anchor")
-            apply(data, words_of(self._flat[name][int(start) : int(start) + elements_of(data)]))
+        for file, content in contents.items():
+            for name, start, data in payloads_of(content, str(file)):
+                if name not in self._flat:
+                    raise ValueError(f"{path} changes {brief(name)}, which is no weight of the anchor")
+                try:
+                    apply(data, words_of(self._flat[name][start : start + elements_of(data)]))
+                except (ValueError, OverflowError) as error:
+                    raise ValueError(f"{file} changes {brief(name)} at {start}: {error}") from None
         self._compare(path, version, self._flat, self._places)
         self._shown = version
         return version
+
+    def _most_bytes(self) -> int:
+        """A bound on a rank's file of a change: all values, or what codes them, and a header."""
+        return 2 * sum(tensor.nbytes for tensor in self._flat.values()) + MOST_RECORD_BYTES
 
     @staticmethod
     def _compare(path: Path, version: Version, flat: Mapping[str, Tensor], places: Sequence[Sequence[Place]]) -> None:
@@ -228,8 +272,12 @@ class Subscriber:
         for rank in places:
             digest = Digest()
             for key, (name, start, numel) in sorted((f"{place[0]}@{place[1]}", place) for place in rank):
+                if name not in flat or start + numel > flat[name].numel():
+                    raise ValueError(f"{path}: its record has values of {brief(name)} that the anchor does not have")
                 digest.add(key, words_of(flat[name][start : start + numel]))
             found.append(digest.text())
+        if flat and not any(places):
+            raise ValueError(f"{path}: its record has no digest of its values")
         if found != version.digests:
             wrong = [rank for rank, pair in enumerate(zip(found, version.digests, strict=False)) if pair[0] != pair[1]]
             raise ValueError(f"{path}: the values of rank(s) {wrong} are not those that the trainer has")

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from zero_strategy.runtime.shown import shown, shown_lines
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> str:
-    """Columns of text; those of the numbers in `right` are aligned to the right."""
-    lines = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    """Columns of text; those of the numbers in `right` are aligned to the right. Cells may hold foreign names."""
+    lines = [[shown(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = [
         [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
@@ -44,6 +46,11 @@ def parse_size(text: str) -> int:
     if found is None or found[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with KB, MB, GB, MiB, GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def complain(message: object) -> None:
+    """Print an error, or a warning, of a command on stderr; it may name things of others."""
+    print(shown_lines(message), file=sys.stderr)
 
 
 T = TypeVar("T")

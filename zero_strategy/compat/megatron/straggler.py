@@ -23,7 +23,6 @@ head of 8 KiB at most; a few more wait in the kernel. The token is looked at fir
 from __future__ import annotations
 
 import hmac
-import io
 import logging
 import math
 import socket
@@ -32,13 +31,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero_strategy.comm.store import all_gather_row
+from zero_strategy.runtime.http_requests import BoundedHandler
 from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
@@ -432,8 +432,6 @@ LEAST_TOKEN = 8
 """Characters."""
 _SECONDS = 2.0
 """That a connection may last, from its first byte to its last one."""
-_END_OF_HEAD = b"\r\n\r\n"
-_MOST_HEAD_BYTES = 8192
 _MOST_BODY_BYTES = 65536
 """That are read and dropped: a connection that is closed with unread bytes would take the answer along."""
 
@@ -487,22 +485,9 @@ class _Server(HTTPServer):
             super().handle_error(request, client_address)
 
 
-def _handler(control: ControlPort, wanted: bytes) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        server_version = "zero_strategy"
-        sys_version = ""
-
-        def setup(self) -> None:
-            """Read the head, and no further."""
-            super().setup()
-            self._end = time.monotonic() + _SECONDS
-            head = b""
-            while _END_OF_HEAD not in head and (more := self._receive(_MOST_HEAD_BYTES - len(head))):
-                head += more
-            whole, end, _ = head.partition(_END_OF_HEAD)
-            self.rfile.close()
-            self.rfile = io.BufferedReader(io.BytesIO(whole + end if end else b""))  # nothing is answered with nothing
+def _handler(control: ControlPort, wanted: bytes) -> type[BoundedHandler]:
+    class Handler(BoundedHandler):
+        head_seconds = _SECONDS
 
         def parse_request(self) -> bool:
             """True if it is a request of who has the token."""
@@ -553,21 +538,7 @@ def _handler(control: ControlPort, wanted: bytes) -> type[BaseHTTPRequestHandler
             except OSError:  # it is closed already
                 return
             left = _MOST_BODY_BYTES
-            while more := self._receive(min(left, 4096)):
+            while more := self.receive(min(left, 4096)):
                 left -= len(more)
-
-        def _receive(self, most: int) -> bytes:
-            """Bytes that have come; none at the end, or when the time is over."""
-            left = self._end - time.monotonic()
-            if most <= 0 or left <= 0:
-                return b""
-            self.connection.settimeout(left)
-            try:
-                return bytes(self.connection.recv(most))
-            except OSError:
-                return b""
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: requests are not the training's business."""
 
     return Handler

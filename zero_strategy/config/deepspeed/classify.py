@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_strategy.config.bounds import MOST_BYTES, check_values
 from zero_strategy.config.deepspeed.keys import (
     ANY,
     BOOL,
@@ -38,6 +39,7 @@ from zero_strategy.config.deepspeed.keys import (
 from zero_strategy.config.section import from_origin, wrong_type
 from zero_strategy.config.sources import Layer, read_file, read_mapping
 from zero_strategy.runtime.regular_files import read_text
+from zero_strategy.runtime.shown import shown as on_one_line
 
 # Strings come first in both patterns, so that nothing inside of one is taken for a comment or a comma.
 _STRING = r'"(?:\\.|[^"\\\n])*"'
@@ -68,17 +70,17 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike[str]) -> Layer:
     encoded = read_base64(source)
     if encoded is not None:
         return encoded
-    path, shown = Path(source).expanduser(), os.fspath(source)
+    path = Path(source).expanduser()
     if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "no DeepSpeed config file (and not base64 of one)", shown)
+        raise FileNotFoundError(errno.ENOENT, "no DeepSpeed config file (and not base64 of one)", os.fspath(source))
     return read_file(source) if path.suffix in (".yaml", ".yml") else read_json_file(source)
 
 
 def read_json_file(source: str | os.PathLike[str]) -> Layer:
     """Makes a layer of a JSON file, in which comments and trailing commas are allowed."""
-    shown = os.fspath(source)
-    text = read_text(Path(source).expanduser())
-    return Layer(parse_json(text, f"the config file {shown}"), f"user: {shown}")
+    name = on_one_line(source)
+    text = read_text(Path(source).expanduser(), MOST_BYTES)
+    return Layer(parse_json(text, f"the config file {name}"), f"user: {name}")
 
 
 def read_base64(source: str | os.PathLike[str]) -> Layer | None:
@@ -95,23 +97,27 @@ def read_base64(source: str | os.PathLike[str]) -> Layer | None:
     return Layer(parse_json(text, "the base64 config"), "user: base64")
 
 
-def parse_json(text: str, shown: str) -> dict[str, Any]:
+def parse_json(text: str, source: str) -> dict[str, Any]:
     """Parses JSON with ``//``, ``#`` and ``/* */`` comments and trailing commas.
 
     Raises:
         TypeError: If it is no object.
-        ValueError: If it is no such JSON, or a key appears twice in one object; `shown` names the text.
+        ValueError: If it is no such JSON, a key appears twice in one object, or it is larger than a config can be;
+            `source` names the text.
     """
     bare = _TRAILING_COMMAS.sub(_keep_strings, _COMMENTS.sub(_keep_strings, text))
     try:
         values = json.loads(bare, object_pairs_hook=_unique, parse_constant=_Constant)
     except json.JSONDecodeError as error:
         hint = "; HJSON beyond comments and trailing commas (such as names without quotes) is not read"
-        raise ValueError(f"{shown} cannot be read as JSON: {error}{hint}") from error
+        raise ValueError(f"{source} cannot be read as JSON: {error}{hint}") from error
+    except RecursionError:
+        raise ValueError(f"{source} cannot be read as JSON: it is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{shown}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     if not isinstance(values, dict):
-        raise TypeError(f"{shown} holds a {type(values).__name__}; expected a mapping of settings")
+        raise TypeError(f"{source} holds a {type(values).__name__}; expected a mapping of settings")
+    check_values(values, source)
     return values
 
 
@@ -302,7 +308,7 @@ def _expected(key: Key) -> str:
 
 
 def _unknown(group: Group, shown: str, name: str, origin: str) -> str:
-    where = f"unknown key '{shown}{name}'{from_origin(origin)} in DeepSpeed's JSON"
+    where = f"unknown key '{shown}{on_one_line(name)}'{from_origin(origin)} in DeepSpeed's JSON"
     meant = _meant(group, shown, name)
     if meant:
         return f"{where}; did you mean {' or '.join(map(repr, meant))}?"

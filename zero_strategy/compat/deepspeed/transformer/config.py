@@ -8,7 +8,6 @@ divides by it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_text
 
 NORMS = ("layer_norm", "rms_norm")
@@ -117,7 +117,7 @@ class TransformerConfig:
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> TransformerConfig:
         """From a JSON object of options."""
-        return cls.from_dict(json.loads(read_text(json_file)))
+        return cls.from_dict(bounded_json.parse(read_text(json_file), str(json_file)))
 
     def check(self, *, complete: bool = False) -> None:
         """Look at what is given.
