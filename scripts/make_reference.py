@@ -47,6 +47,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "units.classes": ("class names of the modules that are gathered and released as one; none: found", "[Block]"),
     "units.patterns": ("name patterns of these modules", '["model.layers.*"]'),
     "units.min_numel": ("modules that were found and have fewer elements stay with their parent", "100000"),
+    "units.may_skip": ("ranks may skip different layers of a ModuleList at stage 3 (LayerDrop)", "true"),
     "mesh.replicate": ("hybrid sharding: number of copies of the divided state", "4"),
     "mesh.shard": ("hybrid sharding: ranks that share one copy; none: world size / replicate / tensor", "8"),
     "mesh.sequence": ("ranks that divide the tokens of the same sequences", "4"),

@@ -42,6 +42,7 @@ from zero_strategy.comm.process_group import world_size
 from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
+from zero_strategy.fsdp.all_layers import run_all_layers
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
@@ -278,6 +279,8 @@ class ZeroEngine:
         self._closing: list[Callable[[], None]] = []
         self._undoing: list[Callable[[], None]] = []
         self._diagnosed = False
+        if zero.stage == 3 and self.mesh.shard_size > 1 and not zero.units.may_skip:
+            self._closing.append(run_all_layers(module))
         self._module_hooks = report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
         if weights is not None:
             self._load_weights(weights, strict=not isinstance(weights, StateReader))

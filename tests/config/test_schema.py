@@ -49,6 +49,7 @@ DEFAULTS = {
     "units.classes": [],
     "units.patterns": [],
     "units.min_numel": 8192,
+    "units.may_skip": False,
     "mesh.replicate": 1,
     "mesh.shard": None,
     "mesh.tensor": None,

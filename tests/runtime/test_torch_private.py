@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LRScheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.launcher import Launcher
 from zero_strategy import ops
@@ -228,6 +229,38 @@ def test_what_else_uses_a_parameter(holder: str) -> None:
     del held
 
 
+def test_holders_of_memory_are_counted() -> None:
+    x = torch.ones(4)
+    alone = private.storage_holders(x)
+    view, shared = x[1:], x.numpy()
+    assert private.storage_holders(x) == private.storage_holders(view) > alone + 1
+    del view, shared
+    assert private.storage_holders(x) == alone
+
+
+def test_a_tensor_is_detached_with_its_version_below_autograd() -> None:
+    class Takes(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if private.schema_of(func).name == "aten::exp":
+                taken.append(private.detached_with_version(result))
+            return result
+
+    taken: list[Tensor] = []
+    with Takes():
+        y = torch.ones(2, requires_grad=True).exp()
+    before = private.version_of(taken[0])
+    y.add_(1)
+    assert not taken[0].requires_grad and private.version_of(taken[0]) == before + 1
+
+
+def test_tensors_inside_of_subclasses() -> None:
+    plain = torch.ones(2)
+    made = TwoTensor(plain, TwoTensor(plain + 1, plain + 2))
+    assert [int(tensor[0]) for tensor in private.inner_tensors(made)] == [1, 2, 3]
+    assert list(private.inner_tensors(plain)) == [plain]
+
+
 class Logged(Tensor):
     calls: list[Any] = []
 
@@ -302,6 +335,27 @@ def test_a_dispatch_mode_sees_ops() -> None:
     with Seen() as seen:
         torch.ones(2) + 1
     assert "aten::add" in seen.names
+
+
+def test_code_of_the_compiler_is_known_by_its_callers() -> None:
+    found: list[bool] = []
+
+    class Asks(private.TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if private.schema_of(func).name == "aten::convolution":
+                found.append(private.is_called_by_compiled_code())
+            return func(*args, **(kwargs or {}))
+
+    convolve = nn.Conv1d(2, 2, 1)
+    compiled = torch.compile(lambda x: convolve(x).tanh())
+    with torch.no_grad(), Asks():
+        compiled(torch.ones(1, 2, 3))
+        convolve(torch.ones(1, 2, 3))
+    assert found == [True, False]
 
 
 # ---- modules ----

@@ -1,11 +1,5 @@
 """The activation budget: what units keep and compute is profiled, and the cheapest choice that fits is made.
 
-The operators whose outputs may be kept are matrix products, convolutions and attention. The others are cheap to compute
-again.
-
-An op that draws random numbers is computed again even if it is a product (attention with dropout inside): a kept
-result would leave the generator behind, and what follows would draw other numbers than in forward.
-
     forward     a unit that is computed again keeps its inputs, another one all that its backward needs
     backward    from the last unit to the first; one that is computed again has all that its backward needs once more
 
@@ -19,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,70 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zero_strategy.activation.offload import Storages, add_storage, storage_keys
 from zero_strategy.fsdp.unshard import tensors_in
 from zero_strategy.runtime.torch_private import TorchDispatchMode, packet_of, schema_of
-
-KEPT_OPS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::linear",
-        "aten::_addmm_activation",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-        "aten::convolution",
-        "aten::mkldnn_convolution",
-        "mkldnn::_linear_pointwise",
-        "mkldnn::_convolution_pointwise",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-        "flex_attention",
-    }
-)
-"""Names of ops, in all their overloads."""
-KEPT_NAMESPACES = ("_c10d_functional", "c10d_functional")
-"""A collective is not sent twice."""
-
-
-def keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy, as torch's selective checkpointing asks for it."""
-    kept = _name(op) in KEPT_OPS or getattr(op, "namespace", "") in KEPT_NAMESPACES
-    return CheckpointPolicy.MUST_SAVE if kept and not _draws(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Context of a selective checkpoint's forward and its recomputation."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(keep_products)
-    return contexts
-
-
-def _name(op: Any) -> str:
-    """Of an op without its overload; of a higher-order op its only one."""
-    schema = schema_of(op)
-    return schema.name if schema is not None else str(op)
-
-
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call takes numbers from a random generator."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
-    for place, argument in enumerate(schema_of(op).arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(given)
-    return True
-
 
 _STATES = 4096
 """Partial choices that are followed at once. Models of some dozen different units need fewer, for which the choice is

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_strategy.activation.budget import Profile, StepProfile, choose, selective_contexts
+from zero_strategy.activation.budget import Profile, StepProfile, choose
 from zero_strategy.activation.offload import ActivationStore, model_storages
+from zero_strategy.activation.products import selective_contexts
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.fsdp.model import ShardedModel

@@ -43,6 +43,10 @@ class UnitsConfig(Section):
     min_numel: int = field(default=8192, metadata=at_least(0))
     """Elements. Candidate modules that were found automatically and hold fewer stay with their parent."""
 
+    may_skip: bool = False
+    """Ranks may skip different layers of a ModuleList (LayerDrop, early exits) at stage 3, as at the others. They are
+    gathered on all ranks all the same, in the order of their list."""
+
 
 @dataclass
 class MeshConfig(Section):

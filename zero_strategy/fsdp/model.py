@@ -45,6 +45,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weight
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import Watcher
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
+from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
@@ -305,6 +306,9 @@ class ShardedModel:
                 config.reshard_after_backward,
                 unit_done=self._unit_done,
             )
+            if config.units.may_skip:
+                _check_resharded(config)
+                self.unsharder.skipped = SkippedLayers(self.unsharder)
         self.moved = MovedStates(self)
         shares = config.broadcast_buffers and mesh.world_size > 1
         self.shared_buffers = SharedBuffers(module, mesh) if shares else None
@@ -628,6 +632,12 @@ class ShardedModel:
             for unit in units:
                 unit.pinned -= 1
                 unit.release()
+
+
+def _check_resharded(config: ZeroConfig) -> None:
+    for name in ("reshard_after_forward", "reshard_after_backward"):
+        if not getattr(config, name):
+            raise ValueError(f"{name}=False keeps what a rank has used, and with units.may_skip ranks use other layers")
 
 
 def _can_train(bucket: ParameterBucket) -> bool:

@@ -549,5 +549,6 @@ def _check_gathers(same: bool) -> None:
         raise RuntimeError(
             "ranks ran different modules in this step, or in a different order, so that stage 3 gathered one unit "
             "on one rank while another rank sent a different one: losses and gradients may be wrong. Every rank "
-            "must run the same units in the same order; use stage 2 for models whose branches differ by rank."
+            "must run the same units in the same order. Where ranks skip different layers of a list (LayerDrop), set "
+            "units.may_skip: true; use stage 2 for models whose branches differ by rank otherwise."
         )

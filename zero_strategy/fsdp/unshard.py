@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import NoneType
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -100,6 +100,22 @@ class Unit:
             bucket.kept = True
 
 
+class LayerTurns(Protocol):
+    """The order of layers that ranks may skip, as the unsharder asks for it; see `skipped_layers.SkippedLayers`."""
+
+    def before_forward(self, unit: Unit) -> None: ...
+
+    def before_other(self, unit: Unit) -> None: ...
+
+    def before_backward(self, unit: Unit, call: int) -> None: ...
+
+    def ends(self, unit: Unit, call: int) -> bool: ...
+
+    def finish(self) -> Iterator[Unit]: ...
+
+    def reset(self) -> None: ...
+
+
 class Unsharder:
     """Gathers and releases units through forward hooks and gradient hooks.
 
@@ -113,6 +129,7 @@ class Unsharder:
     Attributes:
         trace: Units in the order in which they were used since the last `start_trace`.
         checksum: Tells the sequence of gathers so far, announced ones left out.
+        skipped: Where ranks may skip different layers: what gathers them in one order on all ranks.
     """
 
     def __init__(
@@ -140,6 +157,7 @@ class Unsharder:
         self._depth = 0
         self._grad_began = False
         self._borrowed: list[Unit] = []
+        self.skipped: LayerTurns | None = None
         self._handles: list[Any] = []
         for unit in self.units:
             self._hook(unit)
@@ -174,6 +192,8 @@ class Unsharder:
         self._depth += 1
         unit.depth += 1
         if unit.depth == 1:
+            if self.skipped is not None:
+                self.skipped.before_forward(unit)
             self.use(unit)
             if in_transform():  # whose graphs do not show when a unit's backward begins
                 self._hold(unit)
@@ -233,9 +253,14 @@ class Unsharder:
                 self._announce(number)
             unit.start_unshard()
 
+    def fetch_ahead(self, units: Iterable[Unit]) -> None:
+        """Start on units that will be used soon, on all ranks alike."""
+        for unit in units:
+            self._launch(unit)
+
     def start_trace(self) -> None:
         """Forget the order of gathers so far as the present one and keep it as the hint for the next."""
-        if self.trace:
+        if self.trace and self.skipped is None:  # it is that of this rank alone
             self._hints[self._grad_trace] = self.trace
         self.trace, self._grad_trace = [], torch.is_grad_enabled()
 
@@ -260,6 +285,8 @@ class Unsharder:
             return False
         for unit in units:
             self._hold(unit)
+            if self.skipped is not None:
+                self.skipped.before_other(unit)
             self.use(unit)
         if backward:
             self._queue_end()
@@ -293,6 +320,8 @@ class Unsharder:
         if call not in unit.calls:
             unit.calls.add(call)
             self._in_backward[unit] = None
+            if self.skipped is not None:
+                self.skipped.before_backward(unit, call)
             if len(unit.calls) == 1:
                 self.use(unit)
 
@@ -303,13 +332,29 @@ class Unsharder:
         unit.calls.discard(call)
         unit.awaited.discard(call)
         unit.release()
-        if not unit.awaited:
+        if not unit.awaited and not (self.skipped is not None and self.skipped.ends(unit, call)):
             self._queue_end()
             self._in_backward.pop(unit, None)
             self._unit_done(unit.buckets)
 
+    def backward_of_layer_over(self, unit: Unit, first: int, last: int) -> None:
+        """The backward of the calls between these has passed a layer that ranks may skip, on all ranks."""
+        unit.calls -= {call for call in unit.calls if first < call < last}
+        unit.awaited -= {call for call in unit.awaited if first < call < last}
+        self._in_backward.pop(unit, None)
+        unit.release()
+
+    def reduce_unit(self, unit: Unit) -> None:
+        """Its gradients of this backward are complete on all ranks."""
+        self._unit_done(unit.buckets)
+
     def unfinished(self) -> Iterator[Unit]:
-        """Units, the root apart, whose end in the last backward no input showed, in the order in which they began."""
+        """Units, the root apart, whose end in the last backward no input showed, in the order in which they began.
+
+        Before the next one is asked for, the gradients of the one before it are sent: gathers may follow.
+        """
+        if self.skipped is not None:
+            yield from self.skipped.finish()
         yield from (unit for unit in self._in_backward if unit is not self.units[0])
 
     def _queue_end(self) -> None:
@@ -320,6 +365,9 @@ class Unsharder:
 
     def _backward_over(self) -> None:
         self._backward_queued = False
+        if self.skipped is not None:
+            for unit in self.skipped.finish():
+                self._unit_done(unit.buckets)
         if self._creates_graph:  # its units stay until the backward of second derivatives, or the step
             self._creates_graph = False
         else:
@@ -383,6 +431,8 @@ class Unsharder:
         """
         self._depth = 0
         self._borrowed.clear()
+        if self.skipped is not None:
+            self.skipped.reset()
         for unit in self.units:
             unit.depth = unit.pinned = 0
             unit.open_calls.clear()

@@ -8,10 +8,11 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import wraps
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -144,6 +146,27 @@ def wrapper_tensor(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, dev
     return made
 
 
+def storage_holders(tensor: Tensor) -> int:
+    """Number of tensors and other objects that keep the tensor's memory, one that is made for this call among them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def detached_with_version(tensor: Tensor) -> Tensor:
+    """The tensor detached, by the same version counter also where `__torch_dispatch__` calls this."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a tensor subclass such as `DTensor` is made of, or the tensor itself if it is made of none."""
+    made: Any = tensor
+    if is_traceable_wrapper_subclass(made):
+        for name in made.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(made, name))
+    else:
+        yield tensor
+
+
 METADATA_GETTERS = tuple(
     getattr(Tensor, name).__get__
     for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -185,6 +208,19 @@ def packet_of(op: Any) -> Any:
 def op_name(op: Any) -> str:
     """The name of an op overload, or of a custom op's definition, without namespace and overload."""
     return str(op._opname)
+
+
+_COMPILER, _CHECKPOINT = (f"{torch.__path__[0]}{part}" for part in ("/_inductor/", "/utils/checkpoint.py"))
+
+
+def is_called_by_compiled_code() -> bool:
+    """True if what runs was called by code of torch's compiler (Inductor), inside of a `torch.utils.checkpoint`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        if frame.f_code.co_filename.startswith(_COMPILER):  # it runs the code that it wrote
+            return True
+        frame = frame.f_back
+    return False
 
 
 def qualified_name(op: Any) -> str:

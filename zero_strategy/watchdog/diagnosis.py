@@ -267,8 +267,17 @@ def _different(
                     begun = sorted({own.rank: mine, rank: theirs}.items())
                     told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in begun)
                     text = f"ranks came to different collectives: as number {number} of the same group {told}; {where}"
+                    if "all_gather" in (mine[0], theirs[0]):
+                        text += f"; {_SKIPPED}"
                     return Failure("different", rank, text, {})
     return None
+
+
+_SKIPPED = (
+    "if ranks ran different layers (LayerDrop, or branches that depend on data), set units.may_skip: true for layers "
+    "of a list that ranks skip, or use stage 2"
+)
+"""A cause that user code has where parameters are gathered, and the way out."""
 
 
 def shown(begun: Begun) -> str:

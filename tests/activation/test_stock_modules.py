@@ -1,0 +1,73 @@
+"""Every module of `torch.nn` in every mode of activation checkpointing: the bits of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.activation.stock_modules import STOCK, VARIANTS, WITHOUT_A_CASE, Around, Case, inputs_of
+from tests.activation.test_offload import force
+from tests.activation.unit_nets import seeded
+from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
+
+CASES = {**{name: (name, case) for name, case in STOCK.items()}, **VARIANTS}
+MODES: list[dict[str, Any]] = [
+    {"mode": "none"},
+    {"mode": "selective"},
+    {"mode": "every_n", "every_n": 1},
+    {"mode": "budget"},
+    {"mode": "full"},
+]
+
+
+def numbers(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    """Loss, gradients of inputs and parameters, and buffers after one forward and backward."""
+    inputs = [value.detach().requires_grad_(value.requires_grad) for value in inputs_of(case)]
+    torch.manual_seed(5)
+    loss = model(*inputs)
+    loss.backward()
+    found = {"loss": loss.detach(), "random": torch.get_rng_state()}
+    found |= {f"input {n}": value.grad for n, value in enumerate(inputs) if value.grad is not None}
+    found |= {f"parameter {n}": p.grad + 0 for n, p in model.named_parameters() if p.grad is not None}
+    return found | {f"buffer {n}": value.clone() for n, value in model.named_buffers()}
+
+
+def ways() -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """A description, settings, and whether what autograd keeps is sent to the host and back."""
+    for mode in MODES:
+        for stage in (1, 3):
+            yield f"{mode['mode']}, stage {stage}", {"activation_checkpointing": mode, "stage": stage}, False
+    for mode in (MODES[0], MODES[1], MODES[-1]):
+        yield f"{mode['mode']}, offloaded", {"activation_checkpointing": mode, "stage": 3}, True
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_a_stock_module_trains_in_every_mode_as_in_plain_torch(name: str, ranks: Launcher) -> None:
+    kind, case = CASES[name]
+    plain = seeded(Around, getattr(nn, kind), case)
+    expected, wrong = numbers(deepcopy(plain), case), []
+    assert any(key.startswith("parameter") for key in expected)
+    for way, settings, offloaded in ways():
+        model = deepcopy(plain)
+        engine = ZeroEngine(model, load_config(units={"min_numel": 0, "patterns": ["unit"]}, **settings))
+        if offloaded:
+            force(engine)
+        found = numbers(model, case)
+        engine.close()
+        assert found.keys() == expected.keys(), way
+        wrong += [(way, key) for key in expected if not torch.equal(found[key], expected[key])]
+    assert not wrong
+
+
+def test_every_class_of_modules_has_a_case() -> None:
+    exported = {name for name, kind in vars(nn).items() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    assert exported == STOCK.keys() | WITHOUT_A_CASE.keys()
+    assert not STOCK.keys() & WITHOUT_A_CASE.keys()
