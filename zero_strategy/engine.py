@@ -837,13 +837,23 @@ class ZeroEngine:
         """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
         pretrained.save_pretrained(self, directory, dtype=dtype)
 
-    def load(self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True) -> StateReader:
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        optimizers: bool = True,
+        weights: Callable[[StateReader], None] | None = None,
+    ) -> StateReader:
         """Load a checkpoint written at any world size and stage; all ranks call it.
+
+        Gradients that wait for a step are dropped: they belong to the weights of before.
 
         Args:
             directory: The checkpoint, or the folder with `latest`.
             strict: Missing and unexpected names are errors.
             optimizers: Resume: load optimizer state, master weights, counters and the random state too.
+            weights: Called with the reader in place of loading the weights.
 
         Returns:
             The reader, for the manifest and extra files.
@@ -851,7 +861,14 @@ class ZeroEngine:
         Raises:
             ValueError: Listing every tensor that does not fit.
         """
-        reader = self.load_weights(directory, strict=strict)
+        self.model.reducer.drop()
+        for sharded in self.optimizers:
+            sharded.skip_next = False
+        if weights is None:
+            reader = self.load_weights(directory, strict=strict)
+        else:
+            weights(reader := self._reader(directory))
+            self._publish_copies()
         if optimizers and self.optimizers and reader.has_manifest:
             self._load_optimizers(reader)
             self.steps.load_counters(reader.manifest.counters)
@@ -890,6 +907,7 @@ class ZeroEngine:
         load_lr_scheduler_states: bool = True,
         *,
         lr_scheduler: Any = None,
+        weights: Callable[[StateReader], None] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`; returns its path and the client state; see `saving.tagged.load_checkpoint`."""
         return tagged.load_checkpoint(
@@ -901,6 +919,7 @@ class ZeroEngine:
             load_lr_scheduler_states,
             checkpoint_in=checkpoint_in,
             lr_scheduler=lr_scheduler,
+            weights=weights,
         )
 
     def load_random_state(self, reader: StateReader) -> None:

@@ -87,6 +87,7 @@ def load_checkpoint(
     *,
     checkpoint_in: Callable[[str], str | None],
     lr_scheduler: Any = None,
+    weights: Callable[[StateReader], None] | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load the checkpoint `load_dir/tag`; all ranks call it.
 
@@ -99,6 +100,7 @@ def load_checkpoint(
         schedulers: Load the scheduler's state.
         checkpoint_in: Finds a checkpoint of any kind in a folder; see `convert.convert.checkpoint_in`.
         lr_scheduler: What takes it.
+        weights: Loads the weights in place of the engine.
 
     Returns:
         (path of the checkpoint, client state); (None, {}) with a warning where there is none.
@@ -117,7 +119,7 @@ def load_checkpoint(
     if name:
         warnings.warn(f"{source} has no {LATEST_NAME}; taking {name}, the newest checkpoint there", stacklevel=3)
         source = join(source, name)
-    reader = engine.load(source, strict=strict, optimizers=optimizers)
+    reader = engine.load(source, strict=strict, optimizers=optimizers, weights=weights)
     stored = unpack_client_state(reader)
     if schedulers and lr_scheduler is not None and stored["lr_scheduler"] is not None:
         lr_scheduler.load_state_dict(stored["lr_scheduler"])

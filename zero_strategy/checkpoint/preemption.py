@@ -158,7 +158,12 @@ class CheckpointingEngine(TrainState, Protocol):
     ) -> PendingSave: ...
 
     def load(
-        self, directory: str | os.PathLike[str], *, strict: bool = True, optimizers: bool = True
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        optimizers: bool = True,
+        weights: Callable[[StateReader], None] | None = None,
     ) -> StateReader: ...
 
 

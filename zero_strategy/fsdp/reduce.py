@@ -487,11 +487,15 @@ class GradientReducer:
         After an exception outside of backward gradients stay as they are.
         """
         if self._active:
-            for bucket in self.buckets:
-                bucket.clear()
-            self._in_flight.clear()
-            self._reuse.close()
-            self._active, self._next, self._unreduced = False, 0, False
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget all gradients, those that `no_sync` kept back and the factors of a clip that wait with them too."""
+        for bucket in self.buckets:
+            bucket.clear()
+        self._in_flight.clear()
+        self._reuse.close()
+        self._active, self._next, self._unreduced = False, 0, False
 
     def settle(self) -> None:
         """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.

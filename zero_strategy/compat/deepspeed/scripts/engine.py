@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.checkpoint.disk import beside, remove, sync
+from zero_strategy.checkpoint.reader import StateReader
 from zero_strategy.comm.store import together
 from zero_strategy.compat.deepspeed.scripts.data import (
     OptimizerOwner,
@@ -546,25 +548,57 @@ class ScriptEngine:
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`, or what `latest` names; all ranks call it; see `ZeroEngine.load_checkpoint`.
+
+        Gradients that wait for a step are dropped, and the accumulation begins anew.
+
+        Args:
+            load_dir: The folder of checkpoints, or one checkpoint.
+            tag: The checkpoint's name; None for the one that `latest` names.
+            load_module_strict: Missing and unexpected names are errors.
+            load_optimizer_states: Load optimizer state, master weights, counters and the random state.
+            load_lr_scheduler_states: Load the scheduler's state.
+            load_module_only: Load weights (and master weights with them) alone, whatever the two others say.
+            custom_load_fn: Called as `custom_load_fn(src=state_dict, dst=module)` in place of the module's loading,
+                with the checkpoint's whole state dict on the host, and the module's parameters whole.
 
         Returns:
             (path, client state); (None, {}) with a warning where there is none.
         """
+        if load_module_only:
+            load_optimizer_states = load_lr_scheduler_states = False
         path, state = self.zero.load_checkpoint(
             load_dir,
             tag,
-            load_module_strict,
+            load_module_strict and custom_load_fn is None,
             load_optimizer_states,
             load_lr_scheduler_states,
             lr_scheduler=self.lr_scheduler,
+            weights=None if custom_load_fn is None else partial(self._load_by, custom_load_fn),
         )
         counters = state.pop(COUNTERS_KEY, None)
         self._scheduled.forget()
-        if path is not None and load_optimizer_states:
-            self._take_counters(counters)
+        if path is not None:
+            if load_optimizer_states:
+                self._take_counters(counters)
+            else:
+                self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return path, state
+
+    def _load_by(self, function: Callable[..., Any], reader: StateReader) -> None:
+        """Let the user's function load a checkpoint's weights into the whole module."""
+        whole = {name: reader.full(name) for name in reader.weights}
+        whole |= {alias: whole[first] for alias, first in reader.aliases.items()}
+        model = self.zero.model
+        model.invalidate_unsharded()
+        with model.gathered() as buckets, torch.no_grad():
+            function(src=whole, dst=self.module)
+            for bucket in buckets:
+                bucket.adopt()
+        model.forget_unsharded()
 
     def save_16bit_model(
         self,
