@@ -102,6 +102,7 @@ def test_the_list_and_the_table_have_the_same_keys() -> None:
             yield from known(key, f"{prefix}{name}.") if isinstance(key, Group) else [prefix + name]
 
     of_others = {"autotuning.metric_path", "autotuning.model_info_path", "deepspeed_defaults", "fp32_allreduce"}
+    of_others |= {f"compile.{name}" for name in ("disable", "backend", "mode", "kwargs", "fullgraph", "dynamic")}
     missing = {key for key in known(ROOT) if key not in named} - of_others
     assert missing <= {f"{name}.enabled" for name in TOP_LEVEL}, missing
 
@@ -267,11 +268,6 @@ def test_text_that_cannot_be_read(tmp_path: Path, text: str, error: type[Excepti
         ({"fp16": {"loss_scale_windows": 5}}, "fp16.loss_scale_windows", "fp16.loss_scale_window"),
         ({"optimizer": {"type": "AdamW", "params": {"bettas": 1}}}, "optimizer.params.bettas", "'betas'"),
         ({"checkpoint": {"keep_last": 1}, "fp16": {}}, "checkpoint.keep_last", "has: tag_validation"),
-        ({"fp16": {}, "banana": 1}, "banana", "the top level has: zero_optimization"),
-        # Names that are similar to, or the same as, one of a section where they are not meant.
-        ({"fp16": {}, "moe": {"enabled": True}}, "'moe'", "the top level has: zero_optimization"),
-        ({"fp16": {}, "enable": True}, "'enable'", "the top level has: zero_optimization"),
-        ({"fp16": {}, "mode": "offline"}, "'mode'", "the top level has: zero_optimization"),
         ({"optimizer": {"name": "AdamW"}, "fp16": {}}, "optimizer.name", "'optimizer' has: type, params"),
         ({"fp16": {}, "offload_optimizer": {}}, "'offload_optimizer'", f"did you mean '{ZERO}.offload_optimizer'?"),
         ({"fp16": {}, "device": "cpu"}, "'device'", f"{ZERO}.offload_param.device' or '{ZERO}.offload_optimizer.d"),
@@ -553,3 +549,31 @@ def test_what_a_pipeline_section_leaves_to_the_module() -> None:
         quietly({"pipeline": {"stages": 0}, ZERO: {"stage": 1}})
     with pytest.raises(TypeError, match=r"pipeline\.stages is '2'"):
         quietly({"pipeline": {"stages": "2"}, ZERO: {"stage": 1}})
+
+
+@pytest.mark.parametrize("section", ["", "zero_optimization"])
+def test_keys_that_begin_with_an_underscore_are_comments(section: str) -> None:
+    values: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    (values[section] if section else values)["_comment"] = {"anything": [1, "x"]}
+    with pytest.warns(UserWarning, match="_comment"):
+        assert load_config(values).stage == 2
+
+
+# The last three are similar to, or the same as, names of sections where they are not meant.
+@pytest.mark.parametrize(
+    "key", ["comms_config", "monitor_config", "cuda_visible_devices", "banana", "moe", "enable", "mode"]
+)
+def test_keys_that_deepspeed_does_not_have_are_told(key: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{key}': DeepSpeed has no such key"):
+        assert load_config({"zero_optimization": {"stage": 2}, key: {"enabled": True}}).stage == 2
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("zero_optimisation", "zero_optimization"), ("bf_16", "bf16")])
+def test_keys_that_are_nearly_right_are_errors(wrong: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        load_config({"zero_optimization": {"stage": 2}, wrong: {"enabled": True}})
+
+
+def test_a_compile_section_is_the_callers() -> None:
+    with pytest.warns(UserWarning, match="compile.backend"):
+        load_config({"zero_optimization": {"stage": 2}, "compile": {"disable": False, "backend": "inductor"}})

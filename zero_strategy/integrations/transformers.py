@@ -157,10 +157,11 @@ class ZeroTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Take the Accelerator that the Trainer makes for one that shards."""
         for name in ("deepspeed", "fsdp"):
-            if getattr(self.args, name, None):
+            if given := getattr(self.args, name, None):
+                way = f"; DeepSpeed's file is taken as it is: {type(self).__name__}(..., zero_config={given!r})"
                 raise ValueError(
-                    f"TrainingArguments({name}={getattr(self.args, name)!r}) asks for another way of sharding beside "
-                    f"{type(self).__name__}'s zero_config; drop one of them"
+                    f"TrainingArguments({name}={given!r}) asks for another way of sharding beside "
+                    f"{type(self).__name__}'s zero_config; drop one of them{way if name == 'deepspeed' else ''}"
                 )
         asked = asked_parallelism(getattr(self.args, "parallelism_config", None), os.environ)
         if asked is not None:

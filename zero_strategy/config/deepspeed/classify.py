@@ -215,6 +215,15 @@ def _walk(
         place, canonical = shown + name, path + present
         if key is None and group.open:
             key = Key(ANY, WITHOUT_EFFECT, None, group.note)
+        if key is None and name.startswith("_"):
+            yield KeyReport(
+                place, value, WITHOUT_EFFECT, "a key that begins with '_' is a comment", "", canonical, True
+            )
+            continue
+        if key is None and not shown and not _meant(group, shown, name):  # DeepSpeed does not look for such either
+            note = "DeepSpeed has no such key, and reads it nowhere"
+            yield KeyReport(place, value, WITHOUT_EFFECT, note, "", canonical)
+            continue
         if key is None:
             raise ValueError(_unknown(group, shown, name, origin))
         if isinstance(key, Group):

@@ -327,6 +327,10 @@ _RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
 _PLANS = "the model's own tp_plan says which layers are divided; give another one to divide_layers in your code"
 _EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
+_COMPILED_BY_CALLER = (
+    "the caller compiles, with the same results: TrainingArguments(torch_compile=True), or torch.compile(model) before "
+    "the model is prepared"
+)
 _PRINTS = "it only prints; training is the same"
 _COMET = (
     'nothing is sent to Comet; use Trainer(logger=CometLogger()) or Accelerator(log_with="comet_ml"), or in a script '
@@ -398,6 +402,10 @@ _PARALLEL: dict[str, Key | Group] = {
                 "keep_all_input_tensors passes autoep_non_moe",
                 "DeepCompile is off",
             ),
+            **{
+                name: unneeded(ANY, None, _COMPILED_BY_CALLER)
+                for name in ("enabled", "disable", "backend", "mode", "kwargs", "fullgraph", "dynamic")
+            },
         },
         switch="deepcompile",
         note=_COMPILE,
