@@ -111,6 +111,22 @@ def loaded_alone(stage: int, folder: str) -> dict[str, Any]:
     }
 
 
+def names_of_scripts(stage: int) -> dict[str, Any]:
+    asked = {**config(stage), "steps_per_print": 7, "wall_clock_breakdown": True}
+    engine: Any = initialize(model=net(), config=asked)[0]
+    state = engine._consolidated_16bit_state_dict()
+    return {
+        "printed": (engine.steps_per_print(), engine.wall_clock_breakdown()),
+        "state": None if state is None else all(torch.equal(v, net().state_dict()[k]) for k, v in state.items()),
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_names_that_scripts_use(ranks: Launcher, stage: int) -> None:
+    first, last = ranks(2)(names_of_scripts, stage)
+    assert first == {"printed": (7, True), "state": True} and last == {"printed": (7, True), "state": None}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_alone_and_by_a_function(ranks: Launcher, stage: int, tmp_path: Path) -> None:
     for found in ranks(2)(loaded_alone, stage, str(tmp_path)):

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -408,6 +408,18 @@ class ScriptEngine:
         """Bound on the gradient norm; 0: none."""
         return self.settings.clipping
 
+    def steps_per_print(self) -> float | None:
+        """Number in the JSON; nothing is printed here."""
+        return cast("float | None", self._in_json("steps_per_print"))
+
+    def wall_clock_breakdown(self) -> bool:
+        """True if the JSON asks for it; `zero-strategy report` has the times of a step."""
+        return bool(self._in_json("wall_clock_breakdown"))
+
+    def _in_json(self, key: str) -> Any:
+        found = self.settings.zero.deepspeed
+        return next((report.value for report in found.found if report.key == key), None) if found is not None else None
+
     def get_lr(self) -> list[Any]:
         """Learning rate of each param group; empty without an optimizer."""
         return self._of_groups("lr")
@@ -619,19 +631,36 @@ class ScriptEngine:
         Raises:
             OSError: If rank 0 cannot write it; on all ranks.
         """
-        state = self.zero.full_state_dict()
-        dtype = self.settings.compute_dtype
-        frozen = catalog_of(self.zero).frozen if exclude_frozen_parameters else frozenset[str]()
-        kept = {
-            name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            for name, value in state.items()
-            if name not in frozen and isinstance(value, torch.Tensor)
-        }
+        kept = self._full_16bit_state_dict(exclude_frozen_parameters)
         world_group, place = self.zero.mesh.world_group, Path(save_dir, save_filename)
         together(world_group.control, lambda: _write_torch_file(kept, place) if world_group.rank == 0 else None)
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _full_16bit_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
+        """All tensors of the state dict in the dtype that the module computes in, on the host. All ranks call it."""
+        state = self.zero.full_state_dict()
+        dtype = self.settings.compute_dtype
+        frozen = catalog_of(self.zero).frozen if exclude_frozen_parameters else frozenset[str]()
+        return {
+            name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            for name, value in state.items()
+            if name not in frozen and isinstance(value, torch.Tensor)
+        }
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The full state dict in the dtype that the module computes in, on rank 0; None on others. All ranks call it.
+
+        Scripts of OpenRLHF, GPT-NeoX and others call it under this name.
+
+        Args:
+            exclude_frozen_parameters: Leave out parameters that are not trained.
+        """
+        state = self._full_16bit_state_dict(exclude_frozen_parameters)
+        return state if self.zero.mesh.world_group.rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def _take_counters(self, counters: Mapping[str, int] | None) -> None:
         if counters is None:  # of DeepSpeed, or of a `ZeroEngine` in a loop
