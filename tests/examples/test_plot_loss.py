@@ -25,7 +25,7 @@ def test_one_run(tmp_path: Path) -> None:
 def test_two_runs_and_their_difference(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "zero3", 0.0), write_run(tmp_path / "ddp", 0.25)]
     title = plot_loss.plot(runs, tmp_path / "loss.png")
-    assert "2.50e-01 in training" in title and "1.25e-01 in validation" in title
+    assert "0.2500 bits per byte apart in training" in title and "0.1250 in validation" in title
 
 
 def test_runs_without_a_common_step_are_refused() -> None:

@@ -148,7 +148,7 @@ def test_a_step_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: no event of a timeline: JSONDecodeError"),
+        ("{", "line 2: no event of a timeline: ValueError"),
         ('{"rank": 0, "start": 1, "kind": "F"}', "line 2: .*'end'"),
         ('{"rank": 0, "start": 2, "end": 1, "kind": "F"}', "line 2: .*the end is not before the start"),
         ("7", "line 2: "),

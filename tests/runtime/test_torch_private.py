@@ -171,6 +171,12 @@ def test_what_modules_write_and_load_themselves() -> None:
     assert private.loads_tensors_itself(module) and not private.loads_tensors_itself(nn.BatchNorm1d(2))
 
 
+def test_parts_of_sparse_tensors() -> None:
+    tensor = torch.sparse_coo_tensor([[1, 1]], [[2.0], [3.0]], (4, 1))
+    indices, values = private.sparse_parts(tensor)
+    assert indices.tolist() == [[1, 1]] and values.tolist() == [[2.0], [3.0]]
+
+
 def test_forward_pre_hooks() -> None:
     module, hook = nn.Linear(1, 1), lambda *_: None
     assert not list(private.forward_pre_hooks_of(module))

@@ -31,7 +31,7 @@ from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, Sto
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.ops.library import FLOATS
-from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_
+from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_, sparse_parts
 
 MOST_WAITING = 1 << 20
 """Bytes of gradients of a bucket that wait for each other, at most."""
@@ -145,9 +145,10 @@ def _is_power_of_two(factor: float) -> bool:
 
 def made_dense(name: str, gradient: Tensor) -> str:
     """The warning for a sparse gradient, with the bytes of both forms."""
-    sparse = gradient._values().nbytes + gradient._indices().nbytes
+    indices, values = sparse_parts(gradient)
+    sparse = indices.nbytes + values.nbytes
     return (
-        f"the gradient of parameter {name!r} is sparse ({sparse} bytes for {gradient._values().shape[0]} rows) and "
+        f"the gradient of parameter {name!r} is sparse ({sparse} bytes for {len(values)} rows) and "
         f"becomes dense here, {gradient.numel() * gradient.element_size()} bytes, as it is summed and reduced with its "
         "bucket: sparse=True of the embedding saves neither memory nor traffic. Values are those of sparse=False. "
         "This is said once per parameter."

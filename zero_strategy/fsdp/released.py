@@ -368,8 +368,9 @@ class _Released:
             with DisableTorchFunctionSubclass():  # of the values, which the poison does not have
                 values = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(values, *args[1:], **kwargs)
-        elif (func is torch.equal or func is Tensor.equal) and args[0] is args[1]:
-            return True
+        elif (func is torch.equal or func is Tensor.equal) and all(isinstance(each, nn.Parameter) for each in args[:2]):
+            if args[0] is args[1] or all(isinstance(each, _Released) for each in args[:2]):
+                return args[0] is args[1]  # asked to look a parameter up in groups (Lightning's BaseFinetuning)
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
             return _call(func, args, kwargs)
         with DisableTorchFunctionSubclass():

@@ -252,7 +252,7 @@ def _read(path: Path) -> list[Event]:
             try:
                 events.append(_event(bounded_json.parse(line, where)))
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{shown(where)}: no event of a timeline: {error!r}") from error
+                raise ValueError(f"{shown(where)}: no event of a timeline: {type(error).__name__}: {error}") from error
     return events
 
 

@@ -65,6 +65,11 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor, also of one whose indices occur twice."""
+    return tensor._indices(), tensor._values()
+
+
 def version_of(tensor: Tensor) -> int:
     """Number of times that the tensor, or another one that shares its version counter, was written to in place."""
     return tensor._version

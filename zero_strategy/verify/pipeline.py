@@ -270,6 +270,12 @@ class PipelineReferenceRun(ReferenceRun):
         record.buffers = [self._buffers_of(rank) for rank in range(self.ranks)]
         return record
 
+    def _share_buffers(self) -> None:
+        """Give the ranks of each stage the buffers of the first one that has it."""
+        for ranks in self.layout.pipes[1:]:
+            for first, rank in zip(self.layout.pipes[0], ranks, strict=True):
+                self._buffers[rank] |= self._buffers_of(first)
+
     def _buffers_of(self, rank: int) -> Tensors:
         names = {name for stage in self.layout.stages_of(rank) for _, _, name in self._stages[stage].buffers}
         found = self._buffers[rank]

@@ -234,6 +234,8 @@ class ReferenceRun:
         with kept_random_state():
             record = StepRecord(losses=[{} for _ in range(self.ranks)])
             gradients = self._gradients(record)
+        if self.config.config.broadcast_buffers:
+            self._share_buffers()
         record.phases["gradient"] = self._copied(gradients)
         if self.scaler is not None:
             finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
@@ -351,6 +353,11 @@ class ReferenceRun:
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Give all ranks the first one's buffers, as the end of a reduction does."""
+        for rank in range(1, self.ranks):
+            self._buffers[rank] = {name: None if b is None else b.clone() for name, b in self._buffers[0].items()}
+
     def _put_buffers(self, values: Tensors) -> None:
         for name, buffer in self.model.named_buffers():
             value = values[name]

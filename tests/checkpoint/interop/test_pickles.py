@@ -254,7 +254,7 @@ STATE = b"X\x0c\0\0\0__setstate__"
         (ORDERED + b"N}" + STATE + ORDERED + b"s\x86b.", "tries to change collections.OrderedDict"),
         (SCALER + b"}" + STATE + ORDERED + b"sb.", "builds no plain data"),  # BUILD on a record's type
         (SCALER + b"N}" + STATE + ORDERED + b"s\x86b.", "builds no plain data|tries to change LossScaler"),
-        (SCALER + b"R.", "builds no plain data"),
+        (SCALER + b"R.", "takes an object from an empty stack"),
         (b"X\x01\0\0\0a)R.", "builds no plain data"),  # calling a string
         (SCALER + b")R)R.", "builds no plain data"),  # calling a record
         (b"cbuiltins\nlist\n(K\x01tR.", "builds no plain data"),
@@ -298,7 +298,7 @@ def test_a_persistent_id_inside_of_another_is_refused(tmp_path):
         (tensor_pickle((5,), (1,)), 16, r"ends beyond its storage of 4 elements"),
         (tensor_pickle((2, 2), (1, 3)), 16, r"ends beyond its storage"),
         (tensor_pickle((4,), (1,), offset=1), 16, r"ends beyond its storage"),
-        (tensor_pickle((1,), (1,), offset=-1), 16, r"offset is \(-1,\)"),
+        (tensor_pickle((1,), (1,), offset=-1), 16, r"offset is \(-1\)"),
         (tensor_pickle((1,), (-1,)), 16, r"stride is"),
         (tensor_pickle((4,), (1, 1)), 16, r"size \(4,\) has the stride"),
         (tensor_pickle((8,), (1,), numel=8), 16, r"entry data/0 has 16 bytes, the pickle says 32"),
@@ -330,7 +330,7 @@ def test_an_archives_names_lead_nowhere(tmp_path):
 def test_strange_archives_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02N." + bytes(1 << 20))
-    with pytest.raises(ValueError, match=r"bomb\.pt: entry archive/data\.pkl is compressed"):
+    with pytest.raises(ValueError, match=r"bomb\.pt: entry 'archive/data\.pkl' is compressed"):
         load_restricted(tmp_path / "bomb.pt")
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as archive:
         archive.writestr("readme", b"")

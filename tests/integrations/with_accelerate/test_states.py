@@ -229,7 +229,7 @@ def test_nothing_is_lost_or_mixed_silently(ranks: Launcher, tmp_path: Path) -> N
     for found in ranks(2)(refused, str(tmp_path)):
         assert "none is" in found["nothing prepared"]
         assert "several saves" in found["two saves"]
-        assert "blocks.0.0.weight" in found["outside"]
+        assert "'first.weight' is released" in found["outside"]
         assert "mine.txt" in found["notes"]
     assert (tmp_path / "d" / "mine.txt").read_text() == "notes"
 
