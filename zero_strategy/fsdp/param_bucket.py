@@ -437,7 +437,6 @@ class ParameterBucket:
 
     # ---- what the user writes ----
 
-    @outside_inference
     def follow_edits(self) -> None:
         """Let what was written to full parameters since the last look count: in the master copy, and in the own slice.
 
@@ -447,8 +446,11 @@ class ParameterBucket:
         if not self.gathered:
             return
         versions = self.present_versions()
-        if versions == self._versions and not self._assigned and not self._divided:
-            return
+        if versions != self._versions or self._assigned or self._divided:
+            self._carry_edits(versions)
+
+    @outside_inference
+    def _carry_edits(self, versions: list[int]) -> None:
         assigned = self._take_assigned()
         if versions == self._versions and not assigned:
             return
@@ -590,7 +592,7 @@ class ParameterBucket:
     def present_versions(self) -> list[int]:
         """Torch's counts of writes to each parameter: to itself, what a `DTensor` holds, and what `p.data` gave."""
         counts = versions_of(self.parameters)
-        for index, tensor in enumerate(self.tensors):
+        for index, tensor in enumerate(self.tensors if self._divided else ()):
             if tensor is not self.parameters[index]:  # `to_local()` shows it
                 counts[index] += version_of(tensor)
         for index, alias in self._aliases.items():

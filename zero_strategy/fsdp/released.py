@@ -491,6 +491,9 @@ def release_classes(parameters: Iterable[nn.Parameter]) -> None:
     """The parameters' values are gone."""
     for parameter in parameters:
         kind: Any = type(parameter)
+        if kind is TrackedParameter:  # nearly all: this runs for every parameter in every forward and backward
+            parameter.__class__ = ReleasedParameter
+            continue
         if issubclass(kind, _Released):
             continue
         if kind.__name__ == "DTensor":
