@@ -8,6 +8,7 @@ through `save_pretrained` and `from_pretrained`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import traceback
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Training:
     """A model, its optimizer and its steps; `engine` is None for the reference."""
 
     def __init__(self, architecture: Architecture, seed: int, sharded: bool) -> None:
-        self.architecture, self.losses = architecture, list[float]()
+        self.architecture, self.losses, self.evaluated = architecture, list[float](), 0.0
         self.model = architecture.build(seed)
         self.engine = ZeroEngine(self.model, CONFIG) if sharded else None
         self.optimizer = optimizer_of(self.model)
@@ -189,8 +190,12 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
     for step in range(STEPS):
         plain.step(step, data[step])
     wanted = plain.state()
-    plain.step(STEPS, data[STEPS])
-    evaluated = plain.evaluate(data[0])
+    resumed = Training(architecture, 2, sharded=False)
+    resumed.model.load_state_dict(plain.model.state_dict())
+    resumed.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    for training in (plain, resumed):
+        training.step(STEPS, data[STEPS])
+        training.evaluated = training.evaluate(data[0])
     finite = all(loss == loss and abs(loss) != float("inf") for loss in plain.losses)
     if not all(agree(finite)):
         found.verdict, found.words = "plain fails", "the plain model's loss is not finite within three steps"
@@ -223,12 +228,12 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
     other.engine.load(str(path))
     phase[0] = "full_state_dict after load"
     compared.add("state after load", *state_gap(other.state(), state)) if rank == 0 else other.state()
-    for training, name in ((ours, "third loss"), (other, "third loss after load")):
-        phase[0] = name
+    for training, reference, when in ((ours, plain, ""), (other, resumed, " after load")):
+        phase[0] = f"third step{when}"
         training.step(STEPS, data[STEPS])
-        compared.add(name, number_gap(training.losses[-1], plain.losses[-1]))
-        phase[0] = f"evaluation beside the {name}"
-        compared.add(phase[0], number_gap(training.evaluate(data[0]), evaluated))
+        compared.add(f"third loss{when}", number_gap(training.losses[-1], reference.losses[-1]))
+        phase[0] = f"evaluation{when}"
+        compared.add(phase[0], number_gap(training.evaluate(data[0]), reference.evaluated))
 
     phase[0] = "save_pretrained"
     path = shared(folder, f"{architecture.kind}-pretrained")

@@ -30,6 +30,9 @@ LIMIT_SECONDS = 180.0
 GRACE_SECONDS = 50.0
 """For the other rank after one failed: the engine's own limit has to pass."""
 
+VERDICTS = ("equal", "not built", "plain fails", "refused", "BAD")
+"""From the best to the worst."""
+
 
 def one_rank(rank: int, port: int, kinds: Sequence[str], folder: Path) -> None:
     """A rank's whole life: each model, its result in the journal; ends after a failure, since groups may be off."""
@@ -93,46 +96,60 @@ def fork_pair(kinds: Sequence[str], folder: Path) -> list[int]:
     return found
 
 
-def watch(children: Sequence[int], folder: Path) -> None:
-    """Wait until both ranks ended, one stood still for too long, or one failed and the other did not follow."""
-    codes: dict[int, int] = {}
-    moved, size, failed = time.monotonic(), -1, None
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes:
+class Pair:
+    """Two ranks at work on some models, watched from their parent.
+
+    Attributes:
+        left: The models without a reported result.
+    """
+
+    def __init__(self, kinds: Sequence[str], folder: Path, report: Callable[[dict[str, Any]], None]) -> None:
+        self.left, self._folder, self._report = list(kinds), folder, report
+        self._codes: dict[int, int] = {}
+        self._children = fork_pair(kinds, folder)
+
+    def watch(self) -> None:
+        """Wait until both ranks ended, stood still for too long, or one failed and the other did not follow."""
+        moved, size, failed = time.monotonic(), -1, None
+        while len(self._codes) < len(self._children):
+            for child in set(self._children) - set(self._codes):
                 done, status = os.waitpid(child, os.WNOHANG)
                 if done:
-                    codes[child] = os.waitstatus_to_exitcode(status)
-        now, length = time.monotonic(), sum(path.stat().st_size for path in folder.glob("journal.*"))
-        if length != size:
-            moved, size = now, length
-        if any(codes.values()) and failed is None:
-            failed = now
-        if now - moved > LIMIT_SECONDS or (failed is not None and now - failed > GRACE_SECONDS):
-            break
-        time.sleep(0.05)
-    for child in children:
-        if child not in codes:
+                    self._codes[child] = os.waitstatus_to_exitcode(status)
+            now, length = time.monotonic(), sum(path.stat().st_size for path in self._folder.glob("journal.*"))
+            if length != size:
+                moved, size = now, length
+                self._report_ended(final=False)
+            if any(self._codes.values()) and failed is None:
+                failed = now
+            if now - moved > LIMIT_SECONDS or (failed is not None and now - failed > GRACE_SECONDS):
+                break
+            time.sleep(0.05)
+        for child in set(self._children) - set(self._codes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        self._report_ended(final=True)
+
+    def _report_ended(self, final: bool) -> None:
+        """Report each model that both ranks ended; with `final`, also one that a rank began and did not end."""
+        said = [entries(self._folder, rank) for rank in range(2)]
+        for kind in list(self.left):
+            begun = [rank for rank in said if any(entry["kind"] == kind for entry in rank)]
+            ended = [entry for rank in said for entry in rank if entry["kind"] == kind and entry["verdict"] != "begin"]
+            if begun and (final or len(ended) == 2):
+                self.left.remove(kind)
+                self._report(worse(kind, ended))
 
 
-def merged(kind: str, folder: Path) -> dict[str, Any] | None:
-    """One result of both ranks: the worse; None if no rank began."""
-    order = ["equal", "not built", "plain fails", "refused", "BAD"]
-    said = [[entry for entry in entries(folder, rank) if entry["kind"] == kind] for rank in range(2)]
-    ended = [entry for rank in said for entry in rank if entry["verdict"] != "begin"]
-    if not any(said):
-        return None
-    unfinished = [rank for rank in range(2) if not any(entry["verdict"] != "begin" for entry in said[rank])]
+def worse(kind: str, ended: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of what the ranks say, of which some may not have ended."""
     if not ended:
-        return {"kind": kind, "verdict": "BAD", "words": "a rank ended or stood still", "worst": 0.0, "facts": {}}
-    ended.sort(key=lambda entry: order.index(entry["verdict"]))
-    worst = dict(ended[-1])
-    if unfinished and worst["verdict"] == "equal":
-        worst |= {"verdict": "BAD", "words": f"rank {unfinished} did not end"}
-    return worst
+        return {"kind": kind, "verdict": "BAD", "words": "its process ended or stood still", "worst": 0.0, "facts": {}}
+    found = max(ended, key=lambda entry: VERDICTS.index(entry["verdict"]))
+    if len(ended) < 2 and found["verdict"] == "equal":
+        found = {**found, "verdict": "BAD", "words": "one rank ended or stood still"}
+    return found
 
 
 def run_all(kinds: Sequence[str], report: Callable[[dict[str, Any]], None]) -> None:
@@ -144,12 +161,11 @@ def run_all(kinds: Sequence[str], report: Callable[[dict[str, Any]], None]) -> N
     left = list(kinds)
     while left:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            watch(fork_pair(left, folder), folder)
-            done = [kind for kind in left if (found := merged(kind, folder)) is not None and not report(found)]
-            if not done:
-                raise RuntimeError(f"no rank began: {[entries(folder, rank) for rank in range(2)]}")
-            left = [kind for kind in left if kind not in done]
+            pair = Pair(left, Path(name), report)
+            pair.watch()
+            if len(pair.left) == len(left):
+                raise RuntimeError(f"no rank began: {(Path(name) / 'log.0').read_text(encoding='utf-8')[-2000:]}")
+            left = pair.left
 
 
 def main() -> None:
