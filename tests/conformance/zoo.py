@@ -23,6 +23,9 @@ from zero_strategy import ZeroEngine
 
 TOLERANCE = 1e-6
 """Largest relative difference of a loss, or of a tensor against its largest number, that counts as equal."""
+ROUNDINGS = 8.0
+"""A larger difference counts as equal up to so many times the plain model's own under gradients of other roundings."""
+LARGEST_ROUNDING = 1e-3
 CONFIG = {"stage": 3, "units": {"min_numel": 1}, "timeout_seconds": 30.0}
 STEPS = 2
 
@@ -62,11 +65,12 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 class Training:
     """A model, its optimizer and its steps; `engine` is None for the reference."""
 
-    def __init__(self, architecture: Architecture, seed: int, sharded: bool) -> None:
+    def __init__(self, architecture: Architecture, seed: int, sharded: bool, rounded: bool = False) -> None:
         self.architecture, self.losses, self.evaluated = architecture, list[float](), 0.0
         self.model = architecture.build(seed)
         self.engine = ZeroEngine(self.model, CONFIG) if sharded else None
         self.optimizer = optimizer_of(self.model)
+        self._rounded = rounded
         if self.engine is not None:
             self.engine.attach(self.optimizer)
 
@@ -80,6 +84,8 @@ class Training:
         loss.backward()
         if self.engine is None:
             average_gradients(self.model)
+        if self._rounded:
+            round_otherwise(self.model, number)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
@@ -113,6 +119,15 @@ def average_gradients(model: Any) -> None:
             parameter.grad = gradient / dist.get_world_size()
 
 
+def round_otherwise(model: Any, seed: int) -> None:
+    """Move each gradient by one rounding up or down, the same on each rank, as a sum in another order would."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if (gradient := parameter.grad) is not None and gradient.is_floating_point():
+            sign = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
+            gradient.mul_(1 + sign.to(gradient.dtype) * torch.finfo(gradient.dtype).eps)
+
+
 def number_gap(ours: float, reference: float) -> float:
     """Relative difference of two losses; infinite if one alone is not a number."""
     gap = abs(ours - reference) / max(abs(reference), 1e-3)
@@ -143,16 +158,36 @@ def shared(folder: Path, name: str) -> Path:
 
 
 class Compared:
-    """Collects what differs, by phase."""
+    """Collects what was compared: what, the relative difference, and where."""
 
     def __init__(self) -> None:
-        self.worst, self.problems = 0.0, list[str]()
+        self.gaps: list[tuple[str, float, str]] = []
 
     def add(self, what: str, gap: float, where: str = "") -> None:
         """Note one comparison."""
-        self.worst = max(self.worst, gap)
-        if gap > TOLERANCE:
-            self.problems.append(f"{what} differs by {gap:.1e}{f' ({where})' if where else ''}")
+        self.gaps.append((what, gap, where))
+
+    @property
+    def worst(self) -> float:
+        """The largest difference."""
+        return max((gap for _, gap, _ in self.gaps), default=0.0)
+
+    def problems(self, tolerance: float) -> list[str]:
+        """Sentences of what differs by more."""
+        words = [(what, gap, f" ({where})" if where else "") for what, gap, where in self.gaps if gap > tolerance]
+        return [f"{what} differs by {gap:.1e}{where}" for what, gap, where in words]
+
+
+def own_rounding(architecture: Architecture, data: list[dict[str, Any]], plain: Training, wanted: dict[str, Any]) -> float:
+    """The plain model's difference from itself under gradients of other roundings, over the same three steps."""
+    other = Training(architecture, 1, sharded=False, rounded=True)
+    gap = 0.0
+    for step, inputs in enumerate(data):
+        if step == STEPS:
+            gap = max(gap, state_gap(other.state(), wanted)[0])
+        other.step(step, inputs)
+    gap = max(gap, *(number_gap(*pair) for pair in zip(other.losses, plain.losses, strict=True)))
+    return max(gap, number_gap(other.evaluate(data[0]), plain.evaluated))
 
 
 def compare(kind: str, names: list[str], folder: Path) -> Comparison:
@@ -251,9 +286,12 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
     phase[0] = "close"
     ours.engine.close()
     other.engine.close()
-    found.worst = compared.worst
-    if compared.problems:
-        found.verdict, found.words = "BAD", "; ".join(compared.problems)
+    found.worst, tolerance = compared.worst, TOLERANCE
+    if max(agree(compared.worst)) > TOLERANCE:
+        found.facts["rounding"] = own = max(agree(own_rounding(architecture, data, plain, wanted)))
+        tolerance = max(tolerance, min(ROUNDINGS * own, LARGEST_ROUNDING))
+    if problems := compared.problems(tolerance):
+        found.verdict, found.words = "BAD", "; ".join(problems)
 
 
 def record(found: Comparison) -> dict[str, Any]:
