@@ -113,7 +113,7 @@ def run(suite: Suite, tree: Path, stage: int, log: Path) -> list[dict[str, Any]]
             "ACCELERATE_USE_CPU": "true",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-q", "--tb=no", "-W", "ignore", "-p", "no:cacheprovider", "--timeout", "120",
+            sys.executable, "-m", "pytest", "-q", "--tb=no", "--continue-on-collection-errors", "-W", "ignore", "-p", "no:cacheprovider", "--timeout", "120",
             "-p", suite.plugin, "-p", "tests.conformance.outcomes", "--rootdir", str(folder), *paths,
         ]  # fmt: skip
         with log.open("w", encoding="utf-8") as output:
@@ -140,16 +140,25 @@ def section(suite: Suite, entries: Sequence[dict[str, Any]], stage: int) -> tupl
         else:
             explained.setdefault(reason, []).append(name)
     rows = [
-        [f"{len(entries)}", f"{counts['passed']} ({ours})", f"{counts['skipped']}", f"{counts['failed'] - len(unexplained)}", f"{len(unexplained)}"]
+        [
+            f"{len(entries)}",
+            f"{counts['passed']} ({ours})",
+            f"{counts['skipped']}",
+            f"{counts['failed'] - len(unexplained)}",
+            f"{len(unexplained)}",
+        ]
     ]
     lines = [
-        f"Stage {stage}, one process, `make conformance ARGS=\"--{suite.option} SOURCE_TREE\"`. In brackets:",
+        f'Stage {stage}, one process, `make conformance ARGS="--{suite.option} SOURCE_TREE"`. In brackets:',
         "passed tests in which our class was made.",
         "",
         *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
     ]
     if explained:
-        why = [[reason, str(len(names)), ", ".join(f"`{test_name(name)}`" for name in names[:3])] for reason, names in explained.items()]
+        why = [
+            [reason, str(len(names)), ", ".join(f"`{test_name(name)}`" for name in names[:3])]
+            for reason, names in explained.items()
+        ]
         lines += ["", *table(["fails by design, since", "tests", "such as"], why)]
     if unexplained:
         what = [[f"`{test_name(name)}`", f"`{words[:160]}`"] for name, words in unexplained]

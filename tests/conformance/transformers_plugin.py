@@ -1,6 +1,6 @@
 """A pytest plugin: transformers' own Trainer tests with a ZeroTrainer under the name `Trainer`.
 
-    ZERO_STAGE=3 python -m pytest -p tests.conformance.transformers_plugin -p tests.conformance.outcomes ...
+ZERO_STAGE=3 python -m pytest -p tests.conformance.transformers_plugin -p tests.conformance.outcomes ...
 """
 
 from __future__ import annotations

@@ -178,16 +178,15 @@ class Compared:
         return [f"{what} differs by {gap:.1e}{where}" for what, gap, where in words]
 
 
-def own_rounding(architecture: Architecture, data: list[dict[str, Any]], plain: Training, wanted: dict[str, Any]) -> float:
-    """The plain model's difference from itself under gradients of other roundings, over the same three steps."""
-    other = Training(architecture, 1, sharded=False, rounded=True)
-    gap = 0.0
+def own_gap(plain: Training, data: list[dict[str, Any]], wanted: dict[str, Any], rounded: bool) -> float:
+    """The plain model's difference from itself in the same three steps, alike or with gradients of other roundings."""
+    other, gap = Training(plain.architecture, 1, sharded=False, rounded=rounded), 0.0
     for step, inputs in enumerate(data):
         if step == STEPS:
             gap = max(gap, state_gap(other.state(), wanted)[0])
         other.step(step, inputs)
     gap = max(gap, *(number_gap(*pair) for pair in zip(other.losses, plain.losses, strict=True)))
-    return max(gap, number_gap(other.evaluate(data[0]), plain.evaluated))
+    return max(agree(max(gap, number_gap(other.evaluate(data[0]), plain.evaluated))))
 
 
 def compare(kind: str, names: list[str], folder: Path) -> Comparison:
@@ -206,7 +205,9 @@ def compare(kind: str, names: list[str], folder: Path) -> Comparison:
     try:
         run(architecture, folder, found, phase)
     except Exception as error:
-        where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)][-5:]
+        where = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)][
+            -5:
+        ]
         inside = "zero_strategy" in traceback.extract_tb(error.__traceback__)[-1].filename
         refused = inside and isinstance(error, (ValueError, TypeError, NotImplementedError))
         found.verdict = "plain fails" if phase[0] == "plain" else "refused" if refused else "BAD"
@@ -251,7 +252,12 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
         compared.add(f"loss {step + 1}", number_gap(ours.losses[step], plain.losses[step]))
     compared.add("weights", *state_gap({k: v for k, v in state.items() if k not in buffers}, parameters))
     if rank == 0:  # DistributedDataParallel has rank 0's, and takes no others on
-        compared.add("buffers", *state_gap({k: v for k, v in state.items() if k in buffers}, {k: wanted[k] for k in wanted if k in buffers}))
+        compared.add(
+            "buffers",
+            *state_gap(
+                {k: v for k, v in state.items() if k in buffers}, {k: wanted[k] for k in wanted if k in buffers}
+            ),
+        )
     found.facts["bits"] = compared.worst == 0.0
 
     phase[0] = "save"
@@ -279,18 +285,31 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
         phase[0] = "from_pretrained"
         back = architecture.cls.from_pretrained(str(path)).state_dict()
         common = {name: value for name, value in whole.items() if name in back}
-        compared.add("from_pretrained", *state_gap({name: back[name].to(value.dtype) for name, value in common.items()}, common))
+        compared.add(
+            "from_pretrained", *state_gap({name: back[name].to(value.dtype) for name, value in common.items()}, common)
+        )
         if lost := [name for name in whole if name not in back and name not in buffers]:
             compared.add("from_pretrained", float("inf"), f"lacks {lost[:3]}")
     dist.barrier()
     phase[0] = "close"
     ours.engine.close()
     other.engine.close()
+    judge(found, compared, plain, data, wanted)
+
+
+def judge(found: Comparison, compared: Compared, plain: Training, data: list[Any], wanted: dict[str, Any]) -> None:
+    """The verdict of a comparison that ran to its end; a difference is held against the plain model's own."""
     found.worst, tolerance = compared.worst, TOLERANCE
-    if max(agree(compared.worst)) > TOLERANCE:
-        found.facts["rounding"] = own = max(agree(own_rounding(architecture, data, plain, wanted)))
+    if max(agree(found.worst)) > TOLERANCE:
+        found.facts["rounding"] = own = own_gap(plain, data, wanted, rounded=True)
         tolerance = max(tolerance, min(ROUNDINGS * own, LARGEST_ROUNDING))
-    if problems := compared.problems(tolerance):
+    problems = compared.problems(tolerance)
+    if any(agree(bool(problems))) and (noise := own_gap(plain, data, wanted, rounded=False)) > TOLERANCE:
+        found.verdict, found.words = (
+            "plain fails",
+            f"the plain model differs from itself by {noise:.1e} in the same steps",
+        )
+    elif problems:
         found.verdict, found.words = "BAD", "; ".join(problems)
 
 

@@ -46,7 +46,9 @@ def one_rank(rank: int, port: int, kinds: Sequence[str], folder: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
+    )
     known = architectures.classes()
     for kind in kinds:
         journal(folder, rank, {"kind": kind, "verdict": "begin"})
