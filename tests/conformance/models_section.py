@@ -79,7 +79,7 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     prose = (
         "Tiny models of random numbers, one class for each model type of transformers' auto mappings, built by "
         "`tests/conformance/architectures.py` without a download: two ranks with data and dropout of their own, "
-        "`units.min_numel: 1`, SGD with momentum. The reference is the same module with rank 0's buffers and gradients "
+        "`units.min_numel: 1`, `units.may_skip` where a model drops layers, SGD with momentum. The reference is the same module with rank 0's buffers and gradients "
         "averaged by all_reduce, which is what DistributedDataParallel computes. Compared are the losses of two steps, "
         "each weight and buffer, a checkpoint loaded into a model with other numbers, a third step and an "
         "evaluation of both, and `save_pretrained` with `from_pretrained`. Equal means a relative difference of at most "

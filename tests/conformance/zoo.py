@@ -29,7 +29,7 @@ ROUNDINGS = 8.0
 LARGEST_ROUNDING = 1e-2
 SMALLEST_MOVE = 1e-4
 """Of some weight in the two steps, relative to its largest number: less would prove nothing."""
-CONFIG = {"stage": 3, "units": {"min_numel": 1}, "timeout_seconds": 30.0}
+CONFIG: dict[str, Any] = {"stage": 3, "timeout_seconds": 30.0}
 STEPS = 2
 
 
@@ -65,13 +65,19 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=0.05, momentum=0.9, foreach=False)
 
 
+def config_for(model: Any) -> dict[str, Any]:
+    """The config; ranks that draw different layers to drop are told to the engine, to train as the plain model does."""
+    drops = any(getattr(module, "layerdrop", 0.0) > 0.0 for module in model.modules())
+    return {**CONFIG, "units": {"min_numel": 1, "may_skip": drops}}
+
+
 class Training:
     """A model, its optimizer and its steps; `engine` is None for the reference."""
 
     def __init__(self, architecture: Architecture, seed: int, sharded: bool, rounded: bool = False) -> None:
         self.architecture, self.losses, self.evaluated = architecture, list[float](), 0.0
         self.model = architecture.build(seed)
-        self.engine = ZeroEngine(self.model, CONFIG) if sharded else None
+        self.engine = ZeroEngine(self.model, config_for(self.model)) if sharded else None
         self.optimizer = optimizer_of(self.model)
         self._rounded = rounded
         if self.engine is not None:
@@ -251,7 +257,7 @@ def run(architecture: Architecture, folder: Path, found: Comparison, phase: list
     phase[0] = "engine"
     ours = Training(architecture, 1, sharded=True)
     assert ours.engine is not None
-    found.facts["units"] = len(ours.engine.model.units)
+    found.facts |= {"units": len(ours.engine.model.units), "may_skip": config_for(ours.model)["units"]["may_skip"]}
     for step in range(STEPS):
         phase[0] = f"step {step + 1}"
         ours.step(step, data[step])
