@@ -94,7 +94,19 @@ LIGHTNING = Suite(
     "tests.conformance.lightning_plugin",
     "tests",
     ("tests_pytorch/checkpointing", "tests_pytorch/loops", "tests_pytorch/callbacks"),
-    (),
+    (
+        Design(
+            "It expects a checkpoint to be one file; here it is a directory that all ranks write.",
+            "isfile|IsADirectoryError|Is a directory",
+        ),
+        Design("It needs a package that is not installed.", "No module named|is available. Try|not met"),
+        Design("`storage_options` have no use for a directory, which the error says.", "storage_options"),
+        Design("A sharded module is not pickled: its parameters are released.", "pickling of a sharded module"),
+        Design("It assigns `world_size`, a property of every parallel strategy.", "'world_size' of"),
+        Design(
+            "An optimizer whose step cannot be tried on a small matrix is refused by name.", "cannot run on sharded"
+        ),
+    ),
 )
 SUITES = (TRANSFORMERS, LIGHTNING)
 

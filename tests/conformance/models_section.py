@@ -43,7 +43,7 @@ def run(kinds: Sequence[str], log: Path) -> list[dict[str, Any]]:
 
 
 def reason(words: str) -> str:
-    """What a family of reasons for not building has in common."""
+    """The common words of a family of reasons for not building."""
     kinds = {
         "requires the": "a library that is not installed",
         "parameters with small sizes": f"more than {architectures.LARGEST:,} parameters with small sizes",
@@ -79,10 +79,11 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     prose = (
         "Tiny models of random numbers, one class for each model type of transformers' auto mappings, built by "
         "`tests/conformance/architectures.py` without a download: two ranks with data and dropout of their own, "
-        "`units.min_numel: 1`, `units.may_skip` where a model drops layers, SGD with momentum. The reference is the same module with rank 0's buffers and gradients "
-        "averaged by all_reduce, which is what DistributedDataParallel computes. Compared are the losses of two steps, "
-        "each weight and buffer, a checkpoint loaded into a model with other numbers, a third step and an "
-        "evaluation of both, and `save_pretrained` with `from_pretrained`. Equal means a relative difference of at most "
+        "`units.min_numel: 1`, `units.may_skip` where a model drops layers, SGD with momentum. The reference is the "
+        "same module with rank 0's buffers and gradients averaged by all_reduce, which is what "
+        "DistributedDataParallel computes. Compared are the losses of two steps, each weight and buffer, a checkpoint "
+        "loaded into a model with other numbers, a third step and an evaluation of both, and `save_pretrained` with "
+        "`from_pretrained`. Equal means a relative difference of at most "
         f"{zoo.TOLERANCE:.0e}; in brackets, those equal to the last bit in all of the first two steps. Of the equal, "
         f"{len(rounded)} differ by more, yet by less than {zoo.ROUNDINGS:.0f} times what the plain model differs from "
         "itself if each gradient is moved by one rounding."

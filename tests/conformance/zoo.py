@@ -53,7 +53,7 @@ class Comparison:
 
 
 def agree(mine: Any) -> list[Any]:
-    """What each rank says."""
+    """The answers of all ranks."""
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     return said
@@ -67,7 +67,8 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 def config_for(model: Any) -> dict[str, Any]:
     """The config; ranks that draw different layers to drop are told to the engine, to train as the plain model does."""
-    drops = any(getattr(module, "layerdrop", 0.0) > 0.0 for module in model.modules())
+    named = [value for name, value in model.config.to_dict().items() if name.endswith("layerdrop")]
+    drops = any(chance > 0.0 for chance in [*named, *(getattr(module, "layerdrop", 0.0) for module in model.modules())])
     return {**CONFIG, "units": {"min_numel": 1, "may_skip": drops}}
 
 
