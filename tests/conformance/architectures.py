@@ -133,9 +133,11 @@ def find_architecture(kind: str, names: list[str]) -> Architecture:
 
     reasons: list[str] = []
     for name in names[:4]:
-        cls = getattr(transformers, name, None)
-        if cls is None or getattr(cls, "config_class", None) is None:
-            reasons.append(f"{name}: no such class")
+        try:
+            cls = getattr(transformers, name)
+            cls.config_class  # noqa: B018  a stand-in for a class whose library is missing raises here
+        except (AttributeError, ImportError) as error:
+            reasons.append(f"{name}: {first_line(error)}")
             continue
         for sizes, inputs in itertools.product(range(4), RECIPES):
             try:
