@@ -1,6 +1,7 @@
-"""Runs other projects' test scripts and trainings under ZeRO stages 1 to 3, and writes one table of what holds.
+"""Runs other projects' scripts, trainings, models and tests under ZeRO, and writes one page of what holds.
 
-    python -m tests.conformance [--only WORD ...] [--stages 1,3] [--output docs/conformance.md]
+    python -m tests.conformance [--sections models ...] [--only WORD ...] [--stages 1,3] [--output docs/conformance.md]
+    python -m tests.conformance --sections tests --transformers SOURCE_TREE --lightning SOURCE_TREE
 
 Accelerate's scripts come from its installed package and run unchanged but for the class that they import. Trainings of
 transformers, TRL and PEFT are compared with the same Trainer under DistributedDataParallel: losses, gradient norms,
@@ -28,13 +29,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from tests.conformance import foreign_tests, models_section, sections
 from tests.conformance.training import KINDS
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 240
 """Of one run: the longest takes a minute on two free cores, and plain Accelerate waits for ever in one."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: ?)?([\w.]+(?:Error|Exception|Warning)\b.*)")
-PACKAGES = ("torch", "accelerate", "transformers", "trl", "peft")
+PACKAGES = ("torch", "accelerate", "transformers", "lightning", "trl", "peft")
+SECTIONS = ("scripts", "trainings", "models", "tests")
+SCRIPTS_TITLE, TRAININGS_TITLE = "Accelerate's test scripts", "Trainings of transformers, TRL and PEFT"
 
 
 @dataclass(frozen=True)
@@ -168,47 +172,49 @@ def run_training(kind: str, column: str, log: Path, folder: Path) -> Outcome:
     return Outcome(f"{worst[0]:.1e}", worst[0] > 1e-4, f"{worst[1]} differs by {worst[0]:.1e}")
 
 
-def table(head: Sequence[str], rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = [" | ".join(["", *head, ""]).strip(), " | ".join(["", *("---" for _ in head), ""]).strip()]
-    for row in rows:
-        cells = [row.cells[column].words for column in columns]
-        lines.append(" | ".join(["", row.title, *cells, ""]).strip())
-    return lines
+def cells(rows: Sequence[Row], columns: Sequence[str]) -> list[list[str]]:
+    """Titles and words of rows."""
+    return [[row.title, *(row.cells[column].words for column in columns)] for row in rows]
 
 
-def page(scripts: Sequence[Row], trainings: Sequence[Row], columns: Sequence[str]) -> str:
-    """The page for `docs/`."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    stages = [f"stage {column}" for column in columns[1:]]
-    notes = [f"- {row.title}: {row.note}." for row in scripts if row.note and row.failed]
-    return "\n".join(
-        [
-            "# Conformance: other projects' scripts",
-            "",
-            "Written by `make conformance`, which anyone can repeat: two gloo processes on a CPU,",
-            f"{versions},",
-            f"Python {platform.python_version()}, {datetime.date.today().isoformat()}.",
-            "",
-            "## Accelerate's test scripts",
-            "",
-            "The scripts inside the package `accelerate` (`accelerate.test_utils.scripts`), with",
-            "`ZeroAccelerator` imported under the name `Accelerator`. *Plain* is Accelerate itself, which does",
-            "not hold to some of its own scripts on two CPU processes.",
-            "",
-            *table(["script", "plain", *stages], scripts, columns),
-            "",
-            *(line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="  ")),
-            *([""] if notes else []),
-            "## Trainings of transformers, TRL and PEFT",
-            "",
-            "The Trainer's class by `make_zero_trainer`, against the same class under DistributedDataParallel. A",
-            "cell is the largest relative difference of any logged loss, gradient norm, reward or length.",
-            "",
-            *table(["training", "DDP", *stages], trainings, columns),
-            "",
-        ]
+def preface() -> str:
+    """The page's head."""
+    known = []
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            known.append(f"{name} {importlib.metadata.version(name)}")
+    words = (
+        "Written by `make conformance`, which anyone can repeat, on CPUs with gloo: "
+        f"{', '.join(known)}, Python {platform.python_version()}, {datetime.date.today().isoformat()}."
     )
+    return "\n".join([sections.PREFACE, "", *textwrap.wrap(words, 100)])
+
+
+def scripts_section(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The section on Accelerate's scripts."""
+    notes = [f"- {row.title}: {row.note}." for row in rows if row.note and row.failed]
+    lines = [
+        "The scripts inside the package `accelerate` (`accelerate.test_utils.scripts`), with",
+        "`ZeroAccelerator` imported under the name `Accelerator`, in two processes. *Plain* is Accelerate",
+        "itself, which does not hold to some of its own scripts on two CPU processes.",
+        "",
+        *sections.table(["script", "plain", *(f"stage {column}" for column in columns[1:])], cells(rows, columns)),
+        "",
+        *(line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="  ")),
+    ]
+    return "\n".join(lines).strip()
+
+
+def trainings_section(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The section on trainings."""
+    lines = [
+        "The Trainer's class by `make_zero_trainer`, against the same class under DistributedDataParallel, in",
+        "two processes. A cell is the largest relative difference of any logged loss, gradient norm, reward or",
+        "length.",
+        "",
+        *sections.table(["training", "DDP", *(f"stage {column}" for column in columns[1:])], cells(rows, columns)),
+    ]
+    return "\n".join(lines)
 
 
 def log_of(folder: Path, name: str, column: str) -> Path:
@@ -240,33 +246,83 @@ def run(rows: Sequence[tuple[Row, Script | str]], columns: Sequence[str], logs: 
     return unexplained
 
 
-def main() -> int:
-    """Run what is asked for; 0 if all rows hold or are explained."""
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows whose name has one of these words")
-    parser.add_argument("--stages", default="1,2,3", help="ZeRO stages, such as 1,3 (default: 1,2,3)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the page there, such as docs/conformance.md")
-    parser.add_argument("--logs", type=Path, default=Path("outputs/conformance"), metavar="DIR", help="where logs go")
-    parser.add_argument("--list", action="store_true", help="name the rows, and end")
-    options = parser.parse_args()
-    columns = ["plain", *options.stages.split(",")]
-    if bad := [column for column in columns[1:] if column not in ("0", "1", "2", "3")]:
-        parser.error(f"--stages has {bad}; accepted: 0 to 3, separated by commas")
-    known: list[tuple[Row, Script | str]] = [(Row(script.title, note=script.note), script) for script in SCRIPTS]
-    known += [(Row(f"`{kind}`: {(train.__doc__ or '').strip().rstrip('.')}"), kind) for kind, train in KINDS.items()]
+def run_rows(options: argparse.Namespace, columns: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The sections of scripts and trainings, and what fails in them without an explanation."""
+    known: list[tuple[Row, Script | str]] = []
+    if "scripts" in options.sections:
+        known += [(Row(script.title, note=script.note), script) for script in SCRIPTS]
+    if "trainings" in options.sections:
+        known += [
+            (Row(f"`{kind}`: {(train.__doc__ or '').strip().rstrip('.')}"), kind) for kind, train in KINDS.items()
+        ]
     rows = [each for each in known if not options.only or any(word in each[0].title for word in options.only)]
     if options.list:
         print("\n".join(row.title for row, _ in rows))
-        return 0
-    if not rows:
-        parser.error(f"--only {options.only}: no row has such a name; see --list")
-    options.logs.mkdir(parents=True, exist_ok=True)
+        return {}, []
     unexplained = run(rows, columns, options.logs)
-    scripts = [row for row, what in rows if isinstance(what, Script)]
-    text = page(scripts, [row for row, what in rows if not isinstance(what, Script)], columns)
-    print(text)
+    made = {}
+    if scripts := [row for row, what in rows if isinstance(what, Script)]:
+        made[SCRIPTS_TITLE] = scripts_section(scripts, columns)
+    if trainings := [row for row, what in rows if not isinstance(what, Script)]:
+        made[TRAININGS_TITLE] = trainings_section(trainings, columns)
+    return made, unexplained
+
+
+def run_suites(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """The sections of other projects' tests whose source trees are given."""
+    made, unexplained = {}, []
+    for suite in foreign_tests.SUITES:
+        tree: Path | None = getattr(options, suite.option)
+        if tree is None:
+            print(f"{suite.title}: skipped, since --{suite.option} names no source tree", file=sys.stderr)
+            continue
+        entries = foreign_tests.run(suite, tree.resolve(), 3, (options.logs / f"{suite.option}-tests.log").resolve())
+        made[suite.title], failed = foreign_tests.section(suite, entries, 3)
+        unexplained += failed
+    return made, unexplained
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sections", nargs="*", default=list(SECTIONS), choices=SECTIONS, help="default: all")
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows whose name has one of these words")
+    parser.add_argument(
+        "--models", nargs="*", default=[], metavar="TYPE", help="model types (default: all that are known)"
+    )
+    parser.add_argument("--stages", default="1,2,3", help="of scripts and trainings, such as 1,3 (default: 1,2,3)")
+    for suite in foreign_tests.SUITES:
+        words = f"source tree of the installed version, for {suite.title.replace('%', '%%')}"
+        parser.add_argument(f"--{suite.option}", type=Path, metavar="DIR", help=words)
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the page's sections there, such as docs/conformance.md"
+    )
+    parser.add_argument("--logs", type=Path, default=Path("outputs/conformance"), metavar="DIR", help="where logs go")
+    parser.add_argument("--list", action="store_true", help="name the rows, and end")
+    options = parser.parse_args(arguments)
+    if bad := [column for column in options.stages.split(",") if column not in ("0", "1", "2", "3")]:
+        parser.error(f"--stages has {bad}; accepted: 0 to 3, separated by commas")
+    return options
+
+
+def main() -> int:
+    """Run what is asked for; 0 if all rows hold or are explained."""
+    options = parse()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    made, unexplained = run_rows(options, ["plain", *options.stages.split(",")])
+    if options.list:
+        return 0
+    if "models" in options.sections:
+        found = models_section.run(options.models, options.logs / "models.jsonl")
+        made[models_section.TITLE], bad = models_section.section(found)
+        unexplained += bad
+    if "tests" in options.sections:
+        texts, bad = run_suites(options)
+        made |= texts
+        unexplained += bad
+    print(sections.joined({"": preface(), **made}))
     if options.output is not None:
-        options.output.write_text(text, encoding="utf-8")
+        sections.update(options.output, {"": preface(), **made})
     for each in unexplained:
         print(f"fails here and not plainly: {each}", file=sys.stderr)
     return 1 if unexplained else 0

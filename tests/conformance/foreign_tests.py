@@ -1,0 +1,184 @@
+"""Runs other projects' own tests with our class under their class's name, and classifies what fails.
+
+Their packages do not ship these tests: the user names a source tree of the installed version. What fails by design is
+recognised by the words of the error, and everything else that fails is counted as unexplained.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.sections import table
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Design:
+    """A reason for which tests fail on purpose.
+
+    Attributes:
+        reason: One sentence for the page.
+        words: A pattern of the error, or None.
+        tests: A pattern of the test's name, or None. Both have to match where both are given.
+    """
+
+    reason: str
+    words: str | None = None
+    tests: str | None = None
+
+    def explains(self, entry: dict[str, Any]) -> bool:
+        """True if a failed test is one of these."""
+        named = self.tests is None or re.search(self.tests, entry["test"]) is not None
+        return named and (self.words is None or re.search(self.words, entry["words"]) is not None)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of one project.
+
+    Attributes:
+        title: Of the section.
+        option: Of the command line, that names the source tree.
+        plugin: Of pytest, that puts our class in place.
+        folder: Below the source tree, where pytest starts.
+        paths: Below that folder.
+        designs: Reasons for failures, the first that matches counts.
+    """
+
+    title: str
+    option: str
+    plugin: str
+    folder: str
+    paths: tuple[str, ...]
+    designs: tuple[Design, ...]
+
+
+HUB = Design(
+    "It needs a model, data or a package that is not on this machine.",
+    "Hub|huggingface.co|offline|LocalEntryNotFound|No module named|No such file or directory: .*tests/|is not a local",
+)
+TRANSFORMERS = Suite(
+    "transformers' own Trainer tests",
+    "transformers",
+    "tests.conformance.transformers_plugin",
+    ".",
+    tuple(
+        f"tests/trainer/test_{name}.py"
+        for name in (
+            "trainer_checkpointing", "trainer_optimizers", "trainer", "trainer_data", "trainer_evaluation",
+            "trainer_accelerator", "trainer_seq2seq", "trainer_callback",
+        )
+    ),
+    (
+        HUB,
+        Design("It reads a parameter between steps, where stage 3 has released it.", "is released|gather"),
+        Design("It looks for `optimizer.pt`; the state is in the sharded checkpoint.", r"optimizer\.(pt|bin)"),
+        Design("An optimizer or option is refused with its reason.", "stage 3|deepspeed"),
+        Design("It counts forward hooks, and finds the engine's.", "hook", "neftune"),
+    ),
+)  # fmt: skip
+LIGHTNING = Suite(
+    "Lightning's own checkpoint, loop and callback tests",
+    "lightning",
+    "tests.conformance.lightning_plugin",
+    "tests",
+    ("tests_pytorch/checkpointing", "tests_pytorch/loops", "tests_pytorch/callbacks"),
+    (
+        Design(
+            "It expects a checkpoint to be one file; here it is a directory that all ranks write.",
+            "isfile|IsADirectoryError|Is a directory",
+        ),
+        Design("It needs a package that is not installed.", "No module named|is available. Try|not met"),
+        Design("`storage_options` have no use for a directory, which the error says.", "storage_options"),
+        Design("A sharded module is not pickled: its parameters are released.", "pickling of a sharded module"),
+        Design("It assigns `world_size`, a property of every parallel strategy.", "'world_size' of"),
+        Design(
+            "An optimizer whose step cannot be tried on a small matrix is refused by name.", "cannot run on sharded"
+        ),
+    ),
+)
+SUITES = (TRANSFORMERS, LIGHTNING)
+
+
+def run(suite: Suite, tree: Path, stage: int, log: Path) -> list[dict[str, Any]]:
+    """Run a suite in one process; the outcomes of its tests."""
+    folder = tree / suite.folder
+    paths = [path for path in suite.paths if (folder / path).exists()]
+    if not paths:
+        raise FileNotFoundError(f"{folder} has none of {', '.join(suite.paths)}: is it a source tree of this project?")
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = Path(scratch) / "outcomes.jsonl"
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "ZERO_STAGE": str(stage),
+            "OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "true",
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-q", "--tb=no", "--continue-on-collection-errors",
+            "-W", "ignore", "-p", "no:cacheprovider", "--timeout", "120",
+            "-p", suite.plugin, "-p", "tests.conformance.outcomes", "--rootdir", str(folder), *paths,
+        ]  # fmt: skip
+        with log.open("w", encoding="utf-8") as output:
+            subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
+        lines = outcomes.read_text(encoding="utf-8").splitlines() if outcomes.exists() else []
+    if not lines:
+        raise RuntimeError(f"pytest has run no test of {folder}: see {log}")
+    return [json.loads(line) for line in lines]
+
+
+def section(suite: Suite, entries: Sequence[dict[str, Any]], stage: int) -> tuple[str, list[str]]:
+    """The text of a suite's section, and the names of failed tests that no reason explains."""
+    counts = collections.Counter(entry["outcome"] for entry in entries)
+    ours = sum(entry["ours"] for entry in entries if entry["outcome"] == "passed")
+    explained: dict[str, list[str]] = {}
+    unexplained: list[tuple[str, str]] = []
+    for entry in entries:
+        if entry["outcome"] != "failed":
+            continue
+        name = entry["test"].rpartition("/")[2]
+        reason = next((design.reason for design in suite.designs if design.explains(entry)), None)
+        if reason is None:
+            unexplained.append((name, entry["words"].strip().splitlines()[0] if entry["words"].strip() else ""))
+        else:
+            explained.setdefault(reason, []).append(name)
+    rows = [
+        [
+            f"{len(entries)}",
+            f"{counts['passed']} ({ours})",
+            f"{counts['skipped']}",
+            f"{counts['failed'] - len(unexplained)}",
+            f"{len(unexplained)}",
+        ]
+    ]
+    lines = [
+        f'Stage {stage}, one process, `make conformance ARGS="--{suite.option} SOURCE_TREE"`. In brackets:',
+        "passed tests in which our class was made.",
+        "",
+        *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
+    ]
+    if explained:
+        why = [
+            [reason, str(len(names)), ", ".join(f"`{test_name(name)}`" for name in names[:3])]
+            for reason, names in explained.items()
+        ]
+        lines += ["", *table(["fails by design, since", "tests", "such as"], why)]
+    if unexplained:
+        what = [[f"`{test_name(name)}`", f"`{words[:160]}`"] for name, words in unexplained]
+        lines += ["", *table(["fails else", "with"], what)]
+    return "\n".join(lines), [name for name, _ in unexplained]
+
+
+def test_name(node: str) -> str:
+    """The function's name, without its file and parameters."""
+    return node.rpartition("::")[2].partition("[")[0]
