@@ -104,7 +104,7 @@ def _drop_edits(buckets: Iterable[ParameterBucket]) -> None:
     """Let what was written to gathered values be lost with them."""
     for bucket in buckets:
         if bucket.placement.shard_parameters:
-            bucket.note_versions()
+            bucket.writes.note()
 
 
 @contextmanager

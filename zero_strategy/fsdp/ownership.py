@@ -13,19 +13,26 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class NamedParameters(Protocol):
-    """A bucket of parameters with names; see `ParameterBucket`."""
-
-    names: list[str]
+class Writes(Protocol):
+    """Writes to the full parameters of a bucket; see `UserWrites`."""
 
     def data_of(self, index: int) -> Tensor:
-        """The values of a parameter that are there, as `p.data` gives them; writes to them are counted."""
+        """The values of a parameter, as `p.data` gives them; writes to them are counted."""
 
     def note_given(self, index: int, values: Tensor) -> None:
         """Somebody has values of a parameter that lie in the bucket."""
 
     def replace(self, index: int, values: Tensor) -> None:
         """Let a parameter have other values, as `p.data = values` asks."""
+
+
+class NamedParameters(Protocol):
+    """A bucket of parameters with names; see `ParameterBucket`."""
+
+    names: list[str]
+
+    @property
+    def writes(self) -> Writes: ...
 
 
 class ParameterOwner(Protocol):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +25,11 @@ from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
-from zero_strategy.fsdp.tracked import GET_DATA, SET_DATA, track_classes, untrack_classes
+from zero_strategy.fsdp.tracked import SET_DATA, track_classes, untrack_classes
+from zero_strategy.fsdp.user_writes import UserWrites
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.runtime.torch_private import base_of, outside_transforms, storage_key, version_of, versions_of
+from zero_strategy.runtime.torch_private import outside_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +99,7 @@ class ParameterBucket:
         kept: Sharded parameters that are whole, and up to date, stay so until they are let go, whoever uses them.
         kept_again: They will be kept when they have been brought up to date.
         editors: Scopes under way whose rank's writes become the parameters.
+        writes: What user code writes to the parameters while they are full.
         watches: Those that look for writes that would be lost.
         generation: Counts changes of values that are none of an optimizer's step.
     """
@@ -139,7 +140,6 @@ class ParameterBucket:
         self.average: ShardStorage | None = None
         self.parts = [parts[name] for name in self.names]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
-        self._divided = any(t is not p for t, p in zip(self.tensors, self.parameters, strict=True))
         self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
         self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
@@ -155,22 +155,12 @@ class ParameterBucket:
             for index, segment in enumerate(self.layout.segments)
         ]
         self._pending: PendingWork | None = None
-        self._versions: list[int] = []
         self.kept = self.kept_again = False
-        self._aliases: dict[int, Tensor] = {}
-        """By index: values of which `p.data` gives views. All that is made of one shares its version counter."""
-        self._closed: dict[int, int] = {}
-        """By index: the counts of aliases that are no more."""
-        self._given: dict[int, list[ref[Tensor]]] = {}
-        """By index: what `p.data` and `p.detach()` gave, which somebody may still hold."""
-        self._assigned: set[int] = set()
-        """Indices of parameters that lie in memory of the user's, after `p.data = values`."""
-        self._displaced: dict[int, list[tuple[list[ref[Tensor]], Tensor]]] = {}
-        """By index: values that such memory has replaced here, and what was given of them; both may be brought back."""
+        self.writes = UserWrites(self)
         self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
-        self.note_versions()
+        self.writes.note()
 
     @property
     def _replicas(self) -> int:
@@ -268,7 +258,7 @@ class ParameterBucket:
             recast(parameter, self.dtype, self.device)
         track_classes(self.parameters)
         self.tensors = [held_by(parameter) for parameter in self.parameters]
-        self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+        self.views = [self.segment_view(index) for index in range(len(self.parameters))]
         self._point_at_flat()
 
     @without_grad
@@ -343,7 +333,7 @@ class ParameterBucket:
         if self._pending is not None:
             self._receive(self._pending)
             self.gathered = True
-            self.note_versions()
+            self.writes.note()
 
     @outside_inference
     def _receive(self, gather: PendingWork) -> None:
@@ -373,9 +363,9 @@ class ParameterBucket:
         """Give the memory back; where a numpy array shares it, that keeps it, and later gathers get other memory."""
         storage = self.flat.untyped_storage()
         if not storage.resizable():
-            self._close_aliases()
+            self.writes.close_aliases()
             self.flat = torch.empty_like(self.flat)
-            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            self.views = [self.segment_view(index) for index in range(len(self.parameters))]
             storage = self.flat.untyped_storage()
         storage.resize_(0)
 
@@ -387,7 +377,7 @@ class ParameterBucket:
                 watch.invalidate_unsharded()
             self._gather(empty=False).wait()
             self.kept, self.kept_again = self.kept or self.kept_again, False
-            self.note_versions()
+            self.writes.note()
             for watch in self.watches:
                 watch.renew()
 
@@ -413,7 +403,7 @@ class ParameterBucket:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
         self.generation += 1
-        self._take_assigned()
+        self.writes.take_assigned()
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
             self.mesh.gather.broadcast(self.flat, column, self.names)
@@ -423,7 +413,7 @@ class ParameterBucket:
         if self.has_master:
             for start, stop in self.master.chunks:
                 self._follow(start, stop)
-        self.note_versions()
+        self.writes.note()
         for watch in self.watches:
             watch.renew()
 
@@ -445,161 +435,27 @@ class ParameterBucket:
         """
         if not self.gathered:
             return
-        versions = self.present_versions()
-        if versions != self._versions or self._assigned or self._divided:
-            self._carry_edits(versions)
+        if self.writes.are_there:
+            self._carry_edits()
 
     @outside_inference
-    def _carry_edits(self, versions: list[int]) -> None:
-        assigned = self._take_assigned()
-        if versions == self._versions and not assigned:
-            return
-        self.generation += 1
-        for index, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+    def _carry_edits(self) -> None:
+        written = self.writes.take()
+        self.generation += bool(written)
+        for index in written:
             piece = self.piece_of.get(index)
-            if piece is None or (now == before and index not in assigned):
+            if piece is None:
                 continue
             start, stop = piece.offset, piece.offset + piece.numel
             if self._slice_apart:
                 self.weights.write(start, self.flat[self.slice][start:stop])
             if self.has_master:
                 self._follow(start, stop)
-        self._versions = versions
-
-    def data_of(self, index: int) -> Tensor:
-        """The values of a full parameter, detached, as `p.data` gives them; all results share one version counter.
-
-        Args:
-            index: Of the parameter in the bucket.
-        """
-        if index in self._assigned:
-            return GET_DATA(self.parameters[index])
-        alias = self._aliases.get(index)
-        if alias is None:
-            alias = self._aliases[index] = GET_DATA(self.parameters[index])
-        values = alias.detach()
-        self.note_given(index, values)
-        return values
-
-    def note_given(self, index: int, values: Tensor) -> None:
-        """Somebody has values of a parameter, which lie in the bucket, and may bring them back."""
-        self._given[index] = [*(known for known in self._given.get(index, ()) if known() is not None), ref(values)]
-
-    @without_grad
-    def replace(self, index: int, values: Tensor) -> None:
-        """Let a full parameter have other values: `p.data = values`.
-
-        As in plain torch it lies in their memory at first, and what it had before stays what it was, for who holds it.
-        `follow_edits` brings it back into the bucket.
-
-        Args:
-            index: Of the parameter in the bucket.
-            values: Of its shape, dtype and device.
-
-        Raises:
-            ValueError: If they are not, or are another parameter's memory; names the parameter.
-        """
-        self._check_assigned(index, values)
-        tensor, view = self.tensors[index], self._views[index]
-        if not values.is_set_to(view):
-            SET_DATA(tensor, values)
-            self._assigned.add(index)
-            return
-        SET_DATA(tensor, view)
-        self._assigned.discard(index)
-        if (former := self._former(index, values)) is not None:
-            self.data_of(index).copy_(former)
-
-    def _former(self, index: int, given: Tensor) -> Tensor | None:
-        """The values that `given`, which `p.data` gave once, stands for; None: the present ones."""
-        if any(known() is given for known in self._given.get(index, ())):
-            return None
-        levels = self._displaced.get(index, [])
-        wanted = (given, base_of(given))
-        for holders, former in levels:
-            if any(known() is each for known in holders for each in wanted if each is not None):
-                return former
-        return levels[-1][1] if levels else None
-
-    def _displace(self, index: int) -> None:
-        """Before other values come here: keep those that somebody holds, who may bring them back."""
-        holders = [known for known in self._given.pop(index, ()) if known() is not None]
-        levels = [level for level in self._displaced.get(index, ()) if any(known() is not None for known in level[0])]
-        if holders:
-            levels.append((holders, self._views[index].clone()))
-        self._displaced[index] = levels
-
-    def _take_assigned(self) -> set[int]:
-        """Copy parameters that lie elsewhere (`p.data = values`, `p.set_(...)`) to their places, and point them there.
-
-        Returns:
-            Their indices.
-
-        Raises:
-            ValueError: If one has another shape, dtype or device now; names it.
-        """
-        found = set()
-        for index, (tensor, view) in enumerate(zip(self.tensors, self._views)):
-            if tensor.is_set_to(view):
-                continue
-            values = GET_DATA(tensor)
-            self._check_assigned(index, values)
-            self._displace(index)
-            view.copy_(self._apart(values))
-            SET_DATA(tensor, view)
-            found.add(index)
-        self._assigned.clear()
-        return found
-
-    def _check_assigned(self, index: int, values: Tensor) -> None:
-        segment, name = self.layout.segments[index], self.names[index]
-        if values.shape != segment.shape or values.dtype != self.dtype or values.device != self.device:
-            raise ValueError(
-                f"parameter {name!r} is sharded: it cannot become a tensor of shape {tuple(values.shape)}, "
-                f"{values.dtype} on {values.device}; it has shape {tuple(segment.shape)}, {self.dtype} on "
-                f"{self.device}. Change shapes, dtypes and devices before the engine is made, or after it has ended "
-                "(zero_strategy.engine_of(module).close(gather=True), on all ranks)."
-            )
-        if self._lies_here(values) and not segment.offset <= values.storage_offset() < segment.stop and values.numel():
-            other = next(n for n, s in zip(self.names, self.layout.segments) if values.storage_offset() < s.stop)
-            raise ValueError(
-                f"parameter {name!r} is sharded: `p.data = ...` would tie it to {other!r}. Tie parameters before the "
-                "engine is made, or assign a clone."
-            )
-
-    def _lies_here(self, values: Tensor) -> bool:
-        return storage_key(values.untyped_storage()) == storage_key(self.flat.untyped_storage())
-
-    def _apart(self, values: Tensor) -> Tensor:
-        """The values; a copy if they lie in the bucket, where writing some would change others."""
-        return values.clone() if self._lies_here(values) else values
-
-    def _close_aliases(self) -> None:
-        """Forget what `p.data` gave, which lies elsewhere from now on; its counts stay."""
-        for index, alias in self._aliases.items():
-            self._closed[index] = self._closed.get(index, 0) + version_of(alias)
-        self._aliases.clear()
 
     @property
     def follows_edits(self) -> bool:
         """True if what all ranks write to full parameters in place becomes the parameters."""
         return not self.placement.shard_parameters or self.kept or self.placement.in_place
-
-    def note_versions(self) -> None:
-        """Note that writes to full parameters so far are in their master copy already."""
-        self._versions = self.present_versions()
-
-    def present_versions(self) -> list[int]:
-        """Torch's counts of writes to each parameter: to itself, what a `DTensor` holds, and what `p.data` gave."""
-        counts = versions_of(self.parameters)
-        for index, tensor in enumerate(self.tensors if self._divided else ()):
-            if tensor is not self.parameters[index]:  # `to_local()` shows it
-                counts[index] += version_of(tensor)
-        for index, alias in self._aliases.items():
-            counts[index] += version_of(alias)
-        for index, closed in self._closed.items():
-            counts[index] += closed
-        return counts
 
     def segment_view(self, index: int) -> Tensor:
         """Parameter `index` as a shaped view of the flat buffer."""
@@ -613,17 +469,15 @@ class ParameterBucket:
         One parameter's values are there twice at a time, besides the bucket's.
         """
         assert self.gathered
-        self._take_assigned()
-        for tensor, view in zip(self.tensors, self._views, strict=True):
+        self.writes.take_assigned()
+        for tensor, view in zip(self.tensors, self.views, strict=True):
             SET_DATA(tensor, view.clone(memory_format=torch.contiguous_format))
         untrack_classes(self.parameters)
-        self._aliases.clear()
-        self._given.clear()
-        self._displaced.clear()
+        self.writes.forget()
         self.drop_average()
         self.flat = self.flat.new_empty(0)
         self.shard = self.weights = self.master = InMemory(self.flat)
-        self._views, self._poison_views = [], []
+        self.views, self._poison_views = [], []
         self.watches.clear()
 
     def check_dtype(self) -> None:
@@ -677,10 +531,10 @@ class ParameterBucket:
         if self._slice_apart:
             self.shard = self.weights = self.shard.moved(move)
         else:
-            self._close_aliases()
+            self.writes.close_aliases()
             self.flat = move(self.flat)
             self._link_parts()
-            self._views = [self.segment_view(index) for index in range(len(self.parameters))]
+            self.views = [self.segment_view(index) for index in range(len(self.parameters))]
             if self.gathered:
                 self._point_at_flat()
         if not has_master:
@@ -702,7 +556,7 @@ class ParameterBucket:
     def _point_at_flat(self) -> None:
         if self.placement.shard_parameters:
             unshard_classes(self.parameters)
-        for tensor, view in zip(self.tensors, self._views):
+        for tensor, view in zip(self.tensors, self.views):
             SET_DATA(tensor, view)
 
 

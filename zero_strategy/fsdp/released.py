@@ -205,6 +205,12 @@ def unshard(parameters: list[nn.Parameter], overwritten: nn.Parameter | None = N
         construction.use(parameters, overwritten, stays=stays)
 
 
+class CountedWrites(Protocol):
+    """Counts of writes to the parameters of a bucket; see `UserWrites`."""
+
+    def counts(self) -> list[int]: ...
+
+
 class WatchedBucket(Protocol):
     """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
 
@@ -218,7 +224,8 @@ class WatchedBucket(Protocol):
     @property
     def follows_edits(self) -> bool: ...
 
-    def present_versions(self) -> list[int]: ...
+    @property
+    def writes(self) -> CountedWrites: ...
 
     def segment_view(self, index: int) -> Tensor: ...
 
@@ -247,7 +254,7 @@ class EditWatch:
     def renew(self) -> None:
         """Present values are right."""
         self._replaced = False
-        self._versions = self.bucket.present_versions()
+        self._versions = self.bucket.writes.counts()
         self._hashes = self._present_hashes()
 
     def invalidate_unsharded(self) -> None:
@@ -264,7 +271,7 @@ class EditWatch:
         """Indices of parameters that were written to since `renew`; none where writes count."""
         if not self.bucket.gathered:  # an engine's `reset` has released it
             return set()
-        now, hashes = self.bucket.present_versions(), self._present_hashes()
+        now, hashes = self.bucket.writes.counts(), self._present_hashes()
         counted = {index for index, (before, after) in enumerate(zip(self._versions, now)) if before != after}
         changed = {index for index, (before, after) in enumerate(zip(self._hashes, hashes)) if before != after}
         if not self.bucket.follows_edits:

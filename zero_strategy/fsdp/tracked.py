@@ -28,7 +28,7 @@ _NEW_PARAMETER = nn.Parameter.__new__.__code__
 def _get_data(self: nn.Parameter) -> Tensor:
     """The values, detached, with a version counter that the bucket looks at."""
     place = place_of(self)
-    return GET_DATA(self) if place is None else place[0].data_of(place[1])
+    return GET_DATA(self) if place is None else place[0].writes.data_of(place[1])
 
 
 def _set_data(self: nn.Parameter, values: Tensor) -> None:
@@ -41,7 +41,7 @@ def _set_data(self: nn.Parameter, values: Tensor) -> None:
     if place is None:
         SET_DATA(self, values)
     else:
-        place[0].replace(place[1], values)
+        place[0].writes.replace(place[1], values)
 
 
 class _Tracked:
@@ -56,7 +56,7 @@ class _Tracked:
         if is_asked_by_parameter(sys._getframe(1)):
             return values.as_subclass(type(mine))
         if (place := place_of(mine)) is not None:
-            place[0].note_given(place[1], values)
+            place[0].writes.note_given(place[1], values)
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

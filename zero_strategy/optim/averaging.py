@@ -281,7 +281,7 @@ class WeightAverage:
             work.wait()
         torch.autograd.graph.increment_version([p for bucket in changed for p in bucket.parameters])
         for bucket in changed:
-            bucket.note_versions()
+            bucket.writes.note()
         self._model.forget_unsharded(changed)
         self._publish_copies()
 

@@ -299,7 +299,7 @@ class ShardedOptimizer:
         self.model.show_step(self._stepped, copied=self._fused)
         torch.autograd.graph.increment_version(self._stepped_parameters)  # a backward through old values is noticed
         for bucket in self._stepped:
-            bucket.note_versions()
+            bucket.writes.note()
         self.model.forget_unsharded(self._stepped)
 
     # ---- LBFGS, whose step evaluates its closure several times ----
