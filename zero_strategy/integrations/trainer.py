@@ -493,7 +493,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         if not self._failed:
             self.precision_plugin.update_scale()
             self.finish_saves()
-        elif not self._alone():
+        elif self.engine is not None and self.engine.saver.busy() and not self._alone():  # which may wait for seconds
             self._end_saves()
         self.precision_plugin.teardown()
         assert self.accelerator is not None and self.cluster_environment is not None
