@@ -575,5 +575,5 @@ def test_keys_that_are_nearly_right_are_errors(wrong: str, meant: str) -> None:
 
 
 def test_a_compile_section_is_the_callers() -> None:
-    with pytest.warns(UserWarning, match="compile.backend"):
+    with pytest.warns(UserWarning, match=r"'compile.backend': the caller compiles"):
         load_config({"zero_optimization": {"stage": 2}, "compile": {"disable": False, "backend": "inductor"}})

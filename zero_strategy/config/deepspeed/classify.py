@@ -240,7 +240,7 @@ def _walk(
             else:
                 yield from _walk(value, key, place + ".", canonical + ".", origin, around)
         else:
-            yield _report(place, canonical, value, key, origin, around)
+            yield _report(place, canonical, value, key, origin, around if key.switched else _Around())
 
 
 def _around(values: Mapping[Any, Any], group: Group, path: str, origin: str, around: _Around) -> _Around:

@@ -37,6 +37,8 @@ class Key:
     """The setting that it is translated to."""
     auto: bool = False
     """Whether ``"auto"`` is accepted: the framework decides."""
+    switched: bool = True
+    """Whether the switch of its group turns it on and off."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,7 @@ _PARALLEL: dict[str, Key | Group] = {
                 "DeepCompile is off",
             ),
             **{
-                name: unneeded(ANY, None, _COMPILED_BY_CALLER)
+                name: Key(ANY, WITHOUT_EFFECT, None, _COMPILED_BY_CALLER, switched=False)
                 for name in ("enabled", "disable", "backend", "mode", "kwargs", "fullgraph", "dynamic")
             },
         },
