@@ -50,6 +50,7 @@ from zero_strategy.comm.shared_memory import (
     SharedMemoryExchange,
     TensorMessage,
 )
+from zero_strategy.runtime.compute_device import gpu_of_group
 from zero_strategy.runtime.torch_private import backend_of, timeout_of
 from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.watchdog.flight_recorder import TransportError
@@ -465,7 +466,7 @@ class DeviceCollectives(Collectives):
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`; by way of the device, for groups that have no other."""
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = gpu_of_group(self.group)
         values = [torch.empty_like(value, device=device) for _ in range(self.size)]
         with transport_errors():
             dist.all_gather(values, value.to(device), group=self.group)

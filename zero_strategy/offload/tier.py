@@ -32,6 +32,7 @@ from torch import Tensor
 from zero_strategy.offload.file_io import FileQueue, Kind
 from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
 from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
+from zero_strategy.runtime.compute_device import where_memory_is_held, with_index
 from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.observer import Observed
 
@@ -56,7 +57,7 @@ class CudaStreams:
     """Those of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = with_index(device)
 
     def new(self) -> Any:
         """A stream."""
@@ -233,7 +234,8 @@ class HostMemory:
             self.reason = "this torch sees no CUDA device"
             return
         address = self.bytes.data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+        with where_memory_is_held():
+            code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
         if code:
             self.reason = f"cudaHostRegister of {self.nbytes} bytes failed with error {code}"
             return
@@ -243,7 +245,8 @@ class HostMemory:
 
 
 def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    with where_memory_is_held():  # a finalizer runs in any thread
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class HostTier:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import xxhash
 
+from zero_strategy.runtime.compute_device import on, where_memory_is_held
+
 PAGE = 4096
 """Bytes; a multiple of the logical block size of any disk in use."""
 
@@ -47,7 +49,8 @@ class AlignedArena:
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             if self._pinned:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                with where_memory_is_held():
+                    self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             else:
                 self._memory = _in_large_pages(nbytes)
 
@@ -126,8 +129,9 @@ class Transfer:
 
     def _staging(self, chunk: torch.Tensor) -> torch.Tensor:
         if self._buffer is None:
-            pinned = chunk.device.type == "cuda"
-            self._buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+            with on(chunk.device):
+                pinned = chunk.device.type == "cuda"
+                self._buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[: chunk.numel()]
 
 
