@@ -51,6 +51,8 @@ class Memory:
     host: bool
     kept: set[str] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
+    taken: int = 0
+    """Operations of that stream before it was taken: they may have used the same memory for something else."""
 
 
 class Event:
@@ -64,6 +66,11 @@ class Event:
         self.recorder.look()
         self.recorder.syncs.append("an event")
         self.recorder.learn(HOST, self.clock)
+
+    def query(self) -> bool:
+        """True if the host knows that it is over."""
+        known = self.recorder.clock(HOST)
+        return all(known.get(stream, 0) >= tick for stream, tick in self.clock.items())
 
 
 class Stream:
@@ -161,7 +168,9 @@ class Recorder(TorchDispatchMode):
         if any(name.startswith(f"{one}") for one in _NO_VALUES):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    self._memory(tensor)
+                    memory = self._memory(tensor)
+                    if name.startswith("aten.empty") and not memory.accesses:
+                        memory.taken = self.clock(memory.stream).get(memory.stream, 0)
             return result
         self.operation(name, *_touched(func, args, kwargs or {}, result))
         if name in _READS_VALUES and not all(self._memory(t).host for t in tree_leaves(args) if isinstance(t, Tensor)):
@@ -186,6 +195,8 @@ class Recorder(TorchDispatchMode):
             memory.accesses.append(access)
 
     def _compare(self, new: Access, memory: Memory) -> None:
+        if new.stream != memory.stream and self.clock(new.stream).get(memory.stream, 0) < memory.taken:
+            self._tell(f"{new.what} on {new.stream} does not wait for {memory.stream}, which took the memory")
         for old in memory.accesses:
             meets = old.start < new.stop and new.start < old.stop and (old.writes or new.writes)
             if meets and not self._is_over(old, new.stream):

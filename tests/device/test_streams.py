@@ -19,7 +19,7 @@ import zero_strategy.comm.collectives as collectives
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
-from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder
+from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder, Stream
 from tests.engine.nets import loss_of, net
 from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
@@ -31,7 +31,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
-from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.offload.tier import DeviceCopies, HeldCopy, HeldForCopies, HostMemory, Landing
 from zero_strategy.optim import muon, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
 from zero_strategy.sequence import SequenceGroup, attention
@@ -308,33 +308,36 @@ def computing_that_does_not_wait_for_a_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def activations_that_leave_too_early(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def leaving(self: Any, memory: Any) -> Iterator[None]:
-        with self._streams.within(self._out):
-            yield
-        self._streams.keep(memory, self._out)
+    take_out = offload._Copies.take_out
 
-    patch.setattr(offload._Copies, "leaving", leaving)
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(Stream, "wait_stream", nothing)
+            return take_out(self, *args, **kwargs)
+
+    patch.setattr(offload._Copies, "take_out", at_once)
 
 
-def activations_fetched_before_they_have_left(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def coming(self: Any) -> Iterator[None]:
-        with self._streams.within(self._in):
-            yield
+def activations_fetched_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
+    bring_back = offload._Copies.bring_back
 
-    patch.setattr(offload._Copies, "coming", coming)
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(Stream, "wait_stream", nothing)
+            return bring_back(self, *args, **kwargs)
+
+    patch.setattr(offload._Copies, "bring_back", at_once)
 
 
 def activations_used_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
-    def kept_only(self: Any, arrival: Any, memory: Any) -> None:
-        self._streams.keep(memory, self._streams.current())
-
-    patch.setattr(offload._Copies, "await_arrival", kept_only)
+    patch.setattr(offload._Copies, "await_return", nothing)
 
 
 def activations_freed_while_they_leave(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recorder, "keep", nothing)
+    def let_go(copy: HeldCopy) -> None:
+        copy.tensor = None
+
+    patch.setattr(HeldForCopies, "_end", staticmethod(let_go))
 
 
 def inputs_freed_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
@@ -386,7 +389,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (host_that_reads_before_a_copy_has_landed, partial(train, **ON_HOST)),
     (computing_that_does_not_wait_for_a_copy, partial(train, **ON_HOST)),
     (activations_that_leave_too_early, partial(train, width=64, **ACTIVATIONS)),
-    (activations_fetched_before_they_have_left, partial(train, width=64, **ACTIVATIONS)),
+    (activations_fetched_into_memory_in_use, partial(train, width=64, **ACTIVATIONS)),
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
     (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
     (inputs_freed_while_they_are_read, keep_inputs),

@@ -6,8 +6,9 @@ r"""Tiers of state below the device's memory: the interface, host memory, NVMe f
     up                             copy, from host-+ (computing waits for it, the host does not)
 
 A copy begins when what is queued on the computing stream at that moment is done. On the CPU copies are made at once.
-Memory that one stream allocated and another uses is kept for that other one, or the allocator would hand it out again
-too early.
+The allocator hands memory out again in the order of the stream that took it, so before the last reference to it goes,
+that stream waits for what others do with it (`HeldForCopies`). `record_stream` would do, too, but gives memory back
+only when the host sees that the device is past that point. A host that runs ahead sees that late, and takes new memory.
 
 Large pages where the kernel has them: I/O past the page cache looks up and holds every page. Forked children do not get
 it: a transfer under way and a copy-on-write of its pages would put bytes where nobody looks. Pinned by registering the
@@ -22,6 +23,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -93,10 +95,82 @@ class Landing:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_over(self) -> bool:
+        """True if it has ended; the host does not wait."""
+        return self._event is None or bool(self._event.query())
+
     def on_device(self) -> None:
         """Let what this thread queues on the device from now on wait for it."""
         if self._streams is not None:
             self._streams.current().wait_event(self._event)
+
+
+class HeldCopy:
+    """A copy under way, and the memory of the device that it uses.
+
+    Attributes:
+        tensor: The memory; None once what computes waits for the copy, so that others may let go of it.
+        event: The copy's end.
+        home: The stream that took the memory, and in whose order it is given back.
+    """
+
+    def __init__(self, tensor: Tensor, event: Any, home: Any) -> None:
+        self.tensor: Tensor | None = tensor
+        self.event, self.home = event, home
+
+
+class HeldForCopies:
+    """Memory of copies under way, in groups; a group goes when the stream that took it waits for its copies.
+
+    So memory is used again in the order of that stream, and the number of groups bounds what is held at any moment of
+    the device's time, however far the host is ahead.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._groups: deque[list[HeldCopy]] = deque()
+
+    def begin_group(self, most: int) -> None:
+        """Let the oldest groups go, so that there are `most` with the one that begins."""
+        while len(self._groups) >= most:
+            self._end_oldest()
+        self._groups.append([])
+
+    def hold(self, tensor: Tensor, event: Any) -> HeldCopy:
+        """Hold memory of the current stream for a copy that ends with this event."""
+        if not self._groups:
+            self._groups.append([])
+        copy = HeldCopy(tensor, event, self._streams.current())
+        self._groups[-1].append(copy)
+        return copy
+
+    def use(self, copy: HeldCopy, memory: Tensor) -> None:
+        """Let what is queued from now on, which uses this memory, wait for one copy."""
+        self._end(copy)
+        current = self._streams.current()
+        if current != copy.home:  # a graph of several streams: rare, and then the allocator has to know
+            current.wait_event(copy.event)
+            self._streams.keep(memory, current)
+
+    def end_through(self, copy: HeldCopy) -> None:
+        """Let all groups go up to the one of a copy."""
+        while copy.tensor is not None:
+            self._end_oldest()
+
+    def end_all(self) -> None:
+        """Let all groups go."""
+        while self._groups:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        for copy in self._groups.popleft():
+            self._end(copy)
+
+    @staticmethod
+    def _end(copy: HeldCopy) -> None:
+        if copy.tensor is not None:
+            copy.home.wait_event(copy.event)
+            copy.tensor = None
 
 
 class DeviceCopies:
