@@ -92,6 +92,10 @@ class Landing:
         if self._event is not None:
             self._event.synchronize()
 
+    def is_over(self) -> bool:
+        """True if it has ended."""
+        return self._event is None or bool(self._event.query())
+
     def on_device(self) -> None:
         """Let what this thread queues on the device from now on wait for it."""
         if self._streams is not None:
