@@ -283,7 +283,10 @@ def run(suite: Suite, rehearse: bool, seconds: float, out: Path) -> dict[str, An
         words = words_of(suite, rehearse, figures, scratch, out)
         log.write(f"\n==== {suite.name}: {suite.tells}\n$ {' '.join(words)}\n")
         log.flush()
-        begin, env = time.monotonic(), {**os.environ, "PYTHONUNBUFFERED": "1", **suite.environment}
+        # One place for the native libraries: tests would build them once more for their checkout.
+        cache = os.environ.get("ZERO_STRATEGY_CACHE", str(out.absolute() / "ops"))
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "ZERO_STRATEGY_CACHE": cache, **suite.environment}
+        begin = time.monotonic()
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             code = process.wait(seconds)

@@ -48,14 +48,16 @@ for module in places:
 for _ in range(2):
     optimizer.zero_grad()
     backward(model)
-    held = [tensor for bucket in engine.model.buckets for _, tensor in engine.model.gradient_of(bucket).held()]
+    held = [each for bucket in engine.model.buckets for each in engine.model.gradient_of(bucket).held()]
+    held = [tensor for kind, tensor in held if kind != "handles"]
     for tensor in held:
         tensor.fill_(1.0)  # ranks that are not there have sent nothing: any numbers
     held += [bucket.master.tensor for bucket in engine.model.buckets]
     held += [bucket.weights.values for bucket in engine.model.buckets]
-    with Launches(FACTOR, [tensor for tensor in held if tensor.numel()]) as clip:
+    held = [tensor for tensor in held if tensor.numel()]
+    with Launches(FACTOR, held) as clip:
         engine.clip_grad_norm_(1e-3)
-    with Launches(FACTOR, [tensor for tensor in held if tensor.numel()]) as step:
+    with Launches(FACTOR, held) as step:
         optimizer.step()
 print(clip.total, step.total, dict(ops.ops_report("cpu"))["adam_"])
 engine.close()

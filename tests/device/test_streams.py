@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -31,6 +31,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
+from zero_strategy.offload.chunks import OffloadedVector
 from zero_strategy.offload.tier import DeviceCopies, HeldCopy, HeldForCopies, HostMemory, Landing
 from zero_strategy.optim import muon, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
@@ -40,9 +41,9 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def device(world: int = 2) -> Iterator[Recorder]:
+def device(world: int = 2, recorder: Recorder | None = None) -> Iterator[Recorder]:
     """A device of this process, in a world of so many; all that asks for its queues gets the recorder's."""
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
         for module in (tier, offload, kept_inputs, save):
@@ -286,11 +287,12 @@ def updated_parameters_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
-    def copy(streams: Any, stream: Any, source: Any, target: Any, on_device: Any) -> Landing:
+    def copy(streams: Any, stream: Any, source: Any, target: Any, kept: Any) -> Landing:
         with streams.within(stream):
             target.copy_(source)
-        streams.keep(on_device, stream)
-        return Landing(streams, stream.record_event())
+        if kept is not None:
+            streams.keep(kept, stream)
+        return Landing(streams, stream)
 
     patch.setattr(DeviceCopies, "_copy", staticmethod(copy))
 
@@ -305,6 +307,22 @@ def host_that_reads_before_a_copy_has_landed(patch: pytest.MonkeyPatch) -> None:
 
 def computing_that_does_not_wait_for_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Landing, "on_device", nothing)
+
+
+def slices_sent_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Landing, "after", lambda self: nullcontext())
+
+
+def slices_overwritten_on_their_way_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadedVector, "let_copies_end", nothing)
+
+
+def sums_read_before_they_are_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadedVector, "let_copies_end", nothing)
+
+
+def sums_freed_on_their_way_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeldForCopies, "hold", nothing)
 
 
 def activations_that_leave_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -388,6 +406,10 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (memory_not_kept_for_a_copy, copy_and_forget),
     (host_that_reads_before_a_copy_has_landed, partial(train, **ON_HOST)),
     (computing_that_does_not_wait_for_a_copy, partial(train, **ON_HOST)),
+    (slices_sent_before_they_are_there, partial(train, **OFFLOADED[2])),
+    (slices_overwritten_on_their_way_up, partial(train, **OFFLOADED[2])),
+    (sums_read_before_they_are_down, partial(train, **OFFLOADED[1])),
+    (sums_freed_on_their_way_down, partial(train, micro=2, **OFFLOADED[1])),
     (activations_that_leave_too_early, partial(train, width=64, **ACTIVATIONS)),
     (activations_fetched_into_memory_in_use, partial(train, width=64, **ACTIVATIONS)),
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),

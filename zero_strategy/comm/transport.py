@@ -36,9 +36,9 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,14 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """True if it is over, on the device."""
+
+
+@runtime_checkable
+class Fetch(Work, Protocol):
+    """The own slice on its way to the device, beside what it computes."""
+
+    def after(self) -> AbstractContextManager[object]:
+        """Inside, what is queued on the device comes after it, and what is computed need not wait for it."""
 
 
 Run = Callable[[], "Work | None"]

@@ -502,6 +502,10 @@ class ReducedSums:
 
     def split(self) -> Mapping[int, Tensor | OffloadedPart]:
         """The parts of all parameters, by index; nothing if there is no sum."""
+        if self.sum is not None and self._powers is not None:
+            for vector in self.sum.offloaded():
+                vector.let_copies_end()
+            self._powers.add_up()
         return {} if self.sum is None else self.sum.split(self._bucket.cuts, self._known)
 
     def _known(self, index: int) -> Powers | None:
@@ -529,10 +533,12 @@ class PowerSums:
         self.norm_type = norm_type
         self._pieces: Sequence[Piece] = ()
         self._found: dict[int, tuple[float, int]] = {}
+        self._taken: list[tuple[list[Piece], Tensor, Tensor]] = []
 
     def begin(self, pieces: Sequence[Piece]) -> Callable[[int, Tensor], None]:
         """A function that takes the chunks of a new pass."""
         self._pieces, self._found = pieces, {piece.index: (0.0, 0) for piece in pieces}
+        self._taken.clear()
         return self._take
 
     def _take(self, start: int, values: Tensor) -> None:
@@ -541,14 +547,19 @@ class PowerSums:
         cut = [values[max(piece.offset - start, 0) : piece.offset + piece.numel - start] for piece in here]
         if not here:
             return
-        sums, bad = ops.grad_stats(cut, self.norm_type)
-        for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
-            before, known = self._found[piece.index]
-            total = max(before, value) if math.isinf(self.norm_type) else before + value
-            self._found[piece.index] = total, known + int(count)
+        self._taken.append((here, *ops.grad_stats(cut, self.norm_type)))
+
+    def add_up(self) -> None:
+        """Read what was taken; on a device that has been computed by now, or the host would wait for it."""
+        for here, sums, bad in self._taken:
+            for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
+                before, known = self._found[piece.index]
+                total = max(before, value) if math.isinf(self.norm_type) else before + value
+                self._found[piece.index] = total, known + int(count)
+        self._taken.clear()
 
     def of(self, index: int) -> Powers | None:
-        """p, the sum, and how many values are not finite; None if nothing is known."""
+        """p, the sum, and how many values are not finite, by the last `add_up`; None if nothing is known."""
         return None if index not in self._found else (self.norm_type, *self._found[index])
 
 

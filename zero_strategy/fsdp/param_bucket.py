@@ -29,6 +29,7 @@ from zero_strategy.fsdp.tracked import SET_DATA, track_classes, untrack_classes
 from zero_strategy.fsdp.user_writes import UserWrites
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
+from zero_strategy.offload.tier import Landing
 from zero_strategy.runtime.torch_private import outside_transforms
 
 P = ParamSpec("P")
@@ -322,7 +323,7 @@ class ParameterBucket:
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
         return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
-    def _shard_arrives(self) -> Callable[[], None] | None:
+    def _shard_arrives(self) -> Callable[[], Landing | None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
         if self.placement.in_place:
             return None

@@ -67,14 +67,16 @@ def stats_on_host(tensors: Tensors, order: float) -> tuple[Tensor, Tensor]:
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
     """Norms of tensors of one dtype, none of them empty."""
     if order in _WITHOUT_OVERFLOW:
-        return private.foreach_norm(tensors, order, dtype=torch.float64)
+        found: list[Tensor] = private.foreach_norm(tensors, order, dtype=torch.float64)
+        return found
     return [_norm(tensor.reshape(-1), order) for tensor in tensors]
 
 
 def _norm(flat: Tensor, order: float) -> Tensor:
     """One of another order, of which torch turns all elements to float64 first: a part at a time."""
     parts = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for part in flat.split(BATCH // 2)]
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order)
+    norm: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order)
+    return norm
 
 
 # ---- steps ----
@@ -95,7 +97,8 @@ def adam(
         row, (p, g, m, v, c) = alike.row, alike.lists
         if not (fused and m[0].dtype == v[0].dtype == torch.float32):
             for batch in alike.batches():
-                _adam_as_written(row, *batch.lists, decoupled)
+                p, g, m, v, c = batch.lists
+                _adam_as_written(row, p, g, m, v, c, decoupled)
         elif abs(row[-1]) == 1 and g[0].dtype == torch.float32:
             _fused_adam(row, p, g, m, v, c, decoupled)
         else:
@@ -327,10 +330,12 @@ def _copied(tensors: Tensors) -> list[Tensor]:
 
 def _scaled(gradients: Tensors, scale: float) -> list[Tensor]:
     """gradients * scale in float32, which the caller may change."""
+    scaled: list[Tensor]
     if gradients[0].dtype == torch.float32:
-        return private.foreach_mul(list(gradients), scale)
-    scaled = _copied(gradients)
-    private.foreach_mul_(scaled, scale)
+        scaled = private.foreach_mul(list(gradients), scale)
+    else:
+        scaled = _copied(gradients)
+        private.foreach_mul_(scaled, scale)
     return scaled
 
 
