@@ -408,12 +408,9 @@ class HostMemory:
 
 
 def _unpin(memory: Tensor) -> None:
-<<<<<<< .merge_file_j8ads2
     with where_memory_is_held():  # a finalizer runs in any thread
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-=======
-    if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
-        _last_cuda_error()
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
+            _last_cuda_error()
 
 
 def forget_cuda_error() -> None:
@@ -435,7 +432,6 @@ def _last_cuda_error() -> int:
     # torch loads the runtime with global symbols. Another copy of it has a code of its own, which is 0.
     ask = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
     return 0 if ask is None else int(ask())
->>>>>>> .merge_file_5HH9UJ
 
 
 class HostTier:
