@@ -314,9 +314,9 @@ def own_group(
 def _unsplit() -> Iterator[None]:
     """Inside, groups are made as if the default one had not been bound to a GPU (`device_id`).
 
-    Of a bound one torch splits NCCL's communicator for each new group on the ranks that are not in it, too, whatever the
-    new group's backend is. Those that are in a group of gloo do not, so where some rank is in no group of a list, ranks
-    would wait for each other without end.
+    Of a bound one torch splits NCCL's communicator for each new group, on the ranks that are not in it, too, and
+    whatever the new group's backend is. Those that are in a group of gloo do not, so where some rank is in no group of
+    a list, ranks would wait for each other without end.
     """
     default = default_group()
     bound = bound_device(default)
