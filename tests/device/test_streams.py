@@ -25,6 +25,7 @@ from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
+from zero_strategy.checkpoint.contents import pieces_of
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -203,7 +204,7 @@ def save_in_background(recorder: Recorder) -> None:
             loss_of(model(torch.ones(4, 6))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            copies = snapshot.take(plan, save.pieces_of(engine, state_dict_entries(model), [], [], None))
+            copies = snapshot.take(plan, pieces_of(engine, list(state_dict_entries(model)), [], [], None))
             for _, copy in copies:
                 written = copy.loaded().data.view(torch.uint8)
                 HostMemory(written.numel()).bytes[: written.numel()].copy_(written)
