@@ -139,9 +139,9 @@ class DevicePayloads:
         return work
 
     def _follow(self, work: Any, awaited: Awaited, other: int) -> None:
-        # The work itself would hold the buffer until the host looks, long after the device is done with it.
-        over = work.is_completed
-        if self._streams is not None:
+        if self._streams is None:
+            over = work.is_completed
+        else:  # the work itself would hold the buffer until the host looks, long after the device is done with it
             self._ends = self._ends or self._streams.new()
             with self._streams.within(self._ends):
                 work.wait()
