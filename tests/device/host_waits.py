@@ -1,6 +1,6 @@
-"""Where the host reads what a device has computed, which makes it wait for all that is queued there.
+"""Reads by the host of what a device has computed, which make it wait for all that is queued there.
 
-Calls that reach the dispatcher (`item`, boolean indexing, copies) are noted by the recorder; here are those that do not,
+Calls that reach the dispatcher (`item`, boolean indexing, copies) are the recorder's. Here are those that do not,
 since on the CPU, where the device is pretended, they have nothing to do: `cpu()`, `to("cpu")`, `tolist()`, `numpy()`.
 
 Memory is the host's where the code that makes it names no device, as it is on a machine that has one. So a tensor that
@@ -26,7 +26,7 @@ _READS: dict[Any, str] = {Tensor.cpu: "cpu()", Tensor.tolist: "tolist()", Tensor
 
 
 class Device(Protocol):
-    """What knows whose memory is whose; see `Recorder`."""
+    """Knows whose memory is whose; see `Recorder`."""
 
     def is_host(self, tensor: Tensor) -> bool:
         """True if its memory is the host's."""

@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         self.learn(HOST, self.clock(self._current.name))
 
     def _note_made(self, given: list[Tensor], result: Any) -> None:
-        """What is computed of tensors of the host alone is the host's."""
+        """Results of tensors of the host alone are the host's."""
         if not given or not all(map(self.is_host, given)):
             return
         known = {tensor.untyped_storage()._cdata for tensor in given}

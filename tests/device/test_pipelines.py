@@ -10,6 +10,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -236,7 +237,7 @@ def test_two_communicators_for_each_pair_of_neighbours_however_many_stages_they_
     """Those that have a pair in common connect it in one order, by which nobody waits in a circle."""
     for ranks, chunks in ((4, 1), (4, 3), (6, 2), (17, 2), (64, 1)):
         rank_of = [stage % ranks for stage in range(ranks * chunks)]
-        steps = list(zip(rank_of, rank_of[1:], strict=False))
+        steps = list(pairwise(rank_of))
         channels = [Channel(a, b, 2 * n) for n, (a, b) in enumerate(steps)]
         channels += [Channel(b, a, 2 * n + 1) for n, (a, b) in enumerate(steps)]
         ways = device_payloads.ways_of(channels)

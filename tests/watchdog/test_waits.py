@@ -1,4 +1,4 @@
-"""Waits for another rank end in a sentence that names it, whatever the host waits in, and nothing broken counts as come."""
+"""Waits for another rank end in a sentence that names it, whatever the host waits in; what breaks has not come."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def ways_of(channels: Sequence[Channel]) -> list[Way]:
 def device_groups(
     channels: Sequence[Channel], rank: int, seconds: float, place: Callable[[str], PrefixStore]
 ) -> dict[Way, Group]:
-    """What carries tensors on this rank's ways, in the order of `ways_of`.
+    """Carriers of tensors on this rank's ways, in the order of `ways_of`.
 
     Made by their class: `new_group` may give a group the name that a broken one of the same ranks had.
 
