@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero_strategy import ops
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
@@ -224,6 +225,11 @@ class ZeroEngine:
         if zero.pipeline.stages > 1:
             del settings["units.patterns"]  # the layers of this rank's stage
         settings["compute_dtype"] = str(compute_dtype)
+        # Built on some hosts only, a library takes a minute: now, since here ranks wait for `timeout_seconds`, and
+        # elsewhere for `barrier_seconds`.
+        stepped_on = {(device or device_of(module)).type} | ({"cpu"} if zero.offload.optimizer != "none" else set())
+        for kind in sorted(stepped_on):
+            ops.ensure(kind)
         check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
