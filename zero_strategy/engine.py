@@ -560,7 +560,8 @@ class ZeroEngine:
 
         Args:
             total: Sum of the losses of this rank's tokens, 0-d.
-            count: How many of them count.
+            count: How many of them count. The host waits for a tensor on a GPU; a number that the data loader's batch
+                gives before it goes there costs nothing.
 
         Raises:
             ValueError: If no token of any rank counts.
