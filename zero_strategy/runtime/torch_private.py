@@ -337,6 +337,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that `module.compile()` has made; None: it was not called."""
+    return module._compiled_call_impl
+
+
 AnyBatchNorm = _BatchNorm
 """The base class of all modules for batch normalization."""
 
