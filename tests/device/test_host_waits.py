@@ -1,58 +1,98 @@
-"""Waits of the host for a device, counted on tensors that say they are on a GPU."""
+"""Every way in which the host waits for a device is noted, and nothing else is."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.device.gpu_tensor import GpuTensor, waits_in
-from zero_strategy.ops import grad_stats
-from zero_strategy.optim import grad_norm
-from zero_strategy.optim.fused import Segment, adam_rows
-from zero_strategy.optim.grad_norm import GradientNorm, global_norm
+from tests.device.recorder import Recorder
+from zero_strategy.offload.tier import DeviceCopies, HostMemory
 
-GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+CPU = torch.device("cpu")
+Call = Callable[[Tensor], object]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
-def test_a_norm_waits_once(monkeypatch: pytest.MonkeyPatch, norm_type: float) -> None:
-    """Sums and counts come in one copy."""
-
-    def stats_there(tensors: Sequence[GpuTensor], order: float) -> tuple[Tensor, Tensor]:
-        sums, counts = grad_stats([tensor.values for tensor in tensors], order)
-        return GpuTensor(sums), GpuTensor(counts)
-
-    monkeypatch.setattr(grad_norm.ops, "grad_stats", stats_there)
-    values = [torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    values[1][0, 0] = math.nan
-    found: list[GradientNorm] = []
-    waits = waits_in(lambda: found.append(global_norm([GpuTensor(value) for value in values], norm_type, [])))
-    assert waits == ["aten::_to_copy"]
-    monkeypatch.undo()
-    assert repr(found) == repr([global_norm(values, norm_type, [])]) and not found[0].finite
+def _values() -> Tensor:
+    """Of the device: made by naming it."""
+    return torch.ones(64, dtype=torch.uint8, device=CPU)
 
 
-def segments(steps: Sequence[Tensor]) -> list[Segment]:
-    """Parameters with these step counts."""
-    return [Segment(GROUP, torch.zeros(2), torch.zeros(2), {"step": step}, like=torch.zeros(2)) for step in steps]
+def _syncs(call: Call) -> list[str]:
+    recorder = Recorder()
+    with recorder:
+        call(_values())
+    assert not recorder.races
+    return recorder.syncs
 
 
-def test_step_counts_of_fused_state_come_to_the_host_once() -> None:
-    """Beside fresh ones; torch's own state has them on the device if it is `fused` or `capturable`."""
-    steps = [GpuTensor(torch.tensor(7.0)), torch.tensor(0.0), GpuTensor(torch.tensor(9.0))]
-    found = segments(steps)
-    rows: list[list[list[float]]] = []
-    assert waits_in(lambda: rows.append(adam_rows(found, 1.0))) == ["aten::_to_copy"]
-    assert waits_in(lambda: rows.append(adam_rows(found, 1.0))) == []
-    assert [[row[5] for row in each] for each in rows] == [[8.0, 1.0, 10.0], [9.0, 2.0, 11.0]]
-    assert all(one.state["step"].is_cpu and one.state["step"].dim() == 0 for one in found)
+def _pinned() -> Tensor:
+    return HostMemory(64).bytes[:64]
 
 
-def test_tensors_of_two_devices_do_not_meet() -> None:
-    """As in torch, which the stand-in has to refuse for the test above to tell anything."""
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.stack([GpuTensor(torch.tensor(1.0)), torch.tensor(1.0)])
+WAITS: dict[str, tuple[Call, str]] = {
+    "item": (lambda x: x[0].item(), "_local_scalar_dense"),
+    "float": (lambda x: float(x[0]), "_local_scalar_dense"),
+    "bool": (lambda x: bool(x[0] > 0), "_local_scalar_dense"),
+    "tolist": (lambda x: x.tolist(), "tolist()"),
+    "cpu": (lambda x: x.cpu(), "cpu()"),
+    "numpy": (lambda x: x.numpy(), "numpy()"),
+    "to_cpu": (lambda x: x.to("cpu"), 'to("cpu")'),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "mask": (lambda x: x[x > 0], "index.Tensor"),
+    "equal": (lambda x: torch.equal(x, x + 1), "equal"),
+    "header_from_pageable_memory": (lambda x: x[:4].copy_(torch.zeros(4, dtype=torch.uint8)), "a blocking copy"),
+    "into_pinned_memory": (lambda x: _pinned().copy_(x), "a blocking copy"),
+    "into_pageable_memory": (
+        lambda x: torch.empty(64, dtype=torch.uint8).copy_(x, non_blocking=True),
+        "a blocking copy",
+    ),
+    "sum_of_both": (lambda x: _pinned().add_(x), "both the host's memory and the device's"),
+    "in_a_backward": (lambda x: _read_in_backward(x), "cpu()"),
+}
+
+
+def _read_in_backward(x: Tensor) -> None:
+    leaf = x.float().requires_grad_()
+    leaf.register_hook(lambda gradient: gradient.cpu())
+    (leaf * 2).sum().backward()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_of_the_host_is_noted(name: str) -> None:
+    call, words = WAITS[name]
+    (found,) = _syncs(call)
+    assert words in found
+
+
+GOES_ON: dict[str, Call] = {
+    "compute": lambda x: (x + 1).sum() * x,
+    "read_of_the_host": lambda x: torch.tensor([1, 2]).sum().item(),
+    "list_of_the_host": lambda x: torch.stack([torch.zeros(3), torch.ones(3)]).amax(0).tolist(),
+    "message_of_the_host": lambda x: torch.cat([torch.tensor([1]), torch.zeros(1, dtype=torch.int64)]).tolist(),
+    "number_of_the_host": lambda x: x.float() * torch.tensor(2.0),
+    "down": lambda x: DeviceCopies(CPU, _current()).down(x, _pinned()),
+    "up": lambda x: DeviceCopies(CPU, _current()).up(_pinned(), x),
+    "pageable_upwards": lambda x: x.copy_(torch.zeros(64, dtype=torch.uint8), non_blocking=True),
+}
+
+
+def _current() -> Any:
+    """The recorder that takes notes."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode()
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_what_makes_nobody_wait_is_not(name: str) -> None:
+    assert _syncs(GOES_ON[name]) == []
+
+
+def test_what_has_come_to_the_host_is_read_freely() -> None:
+    def read(x: Tensor) -> None:
+        there = x.cpu()
+        assert there.tolist() == there.numpy().tolist() == [1] * 64 and int(there[0]) == 1
+
+    assert _syncs(read) == ["cpu()"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +19,7 @@ import zero_strategy.comm.collectives as collectives
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
-from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder
+from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder, Stream
 from tests.engine.nets import loss_of, net
 from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
@@ -32,7 +32,8 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
-from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.offload.chunks import OffloadedVector
+from zero_strategy.offload.tier import DeviceCopies, HeldCopy, HeldForCopies, HostMemory, Landing
 from zero_strategy.optim import muon, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
 from zero_strategy.sequence import SequenceGroup, attention
@@ -41,9 +42,9 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def device(world: int = 2) -> Iterator[Recorder]:
+def device(world: int = 2, recorder: Recorder | None = None) -> Iterator[Recorder]:
     """A device of this process, in a world of so many; all that asks for its queues gets the recorder's."""
-    recorder = Recorder()
+    recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
         for module in (tier, offload, kept_inputs, save):
@@ -75,7 +76,7 @@ def train(
         for _ in range(3):
             for _ in range(micro):
                 shape = (4, 16, width) if width > 6 else (4, width)
-                loss_of(model(torch.ones(shape, dtype=dtype)).float()).backward()
+                loss_of(model(torch.ones(shape, dtype=dtype, device=CPU)).float()).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -141,8 +142,9 @@ def keep_inputs(recorder: Recorder) -> None:
     """Two calls of a function whose inputs wait on the host; one of them is not dense."""
     settings = CheckpointSettings(checkpoint_in_cpu=True)
     kept = KeptInputs(settings, Communicator(None, CommunicationCounters()))
+    ones = partial(torch.ones, device=CPU)
     with recorder:
-        records = [kept.keep([torch.ones(64, 64) * 2, (torch.ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
+        records = [kept.keep([ones(64, 64) * 2, (ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
         for record in reversed(records):
             found = [record.fetch(number) * 1 for number in range(2)]
             assert all(bool((one == 2).all()) for one in found)
@@ -158,10 +160,10 @@ def copy_and_forget(recorder: Recorder) -> None:
     """A copy to the host whose source nobody holds any more, and one back."""
     copies, host = DeviceCopies(CPU, recorder), HostMemory(4096).bytes
     with recorder:
-        landing = copies.down(torch.ones(4096, dtype=torch.uint8) * 3, host)
-        torch.zeros(1)  # another may get the memory
+        landing = copies.down(torch.ones(4096, dtype=torch.uint8, device=CPU) * 3, host)
+        torch.zeros(1, device=CPU)  # another may get the memory
         landing.on_host()
-        copies.up(host, found := torch.empty(4096, dtype=torch.uint8)).on_device()
+        copies.up(host, found := torch.empty(4096, dtype=torch.uint8, device=CPU)).on_device()
         assert bool((found == 3).all())
 
 
@@ -244,7 +246,7 @@ def memory_of_a_gather_resized_early(patch: pytest.MonkeyPatch) -> None:
         start(self)
         if self._pending is not None and not self.placement.in_place:
             self.flat.untyped_storage().resize_(0)
-            torch.zeros(1)  # another may get the memory
+            torch.zeros(1, device=CPU)  # another may get the memory
             self.flat.untyped_storage().resize_(self.flat.nbytes)
 
     patch.setattr(ParameterBucket, "start_unshard", start_and_free)
@@ -287,11 +289,12 @@ def updated_parameters_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
-    def copy(streams: Any, stream: Any, source: Any, target: Any, on_device: Any) -> Landing:
+    def copy(streams: Any, stream: Any, source: Any, target: Any, kept: Any) -> Landing:
         with streams.within(stream):
             target.copy_(source)
-        streams.keep(on_device, stream)
-        return Landing(streams, stream.record_event())
+        if kept is not None:
+            streams.keep(kept, stream)
+        return Landing(streams, stream)
 
     patch.setattr(DeviceCopies, "_copy", staticmethod(copy))
 
@@ -308,34 +311,53 @@ def computing_that_does_not_wait_for_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Landing, "on_device", nothing)
 
 
+def slices_sent_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Landing, "after", lambda self: nullcontext())
+
+
+def slices_overwritten_on_their_way_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadedVector, "let_copies_end", nothing)
+
+
+def sums_read_before_they_are_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadedVector, "let_copies_end", nothing)
+
+
+def sums_freed_on_their_way_down(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeldForCopies, "hold", nothing)
+
+
 def activations_that_leave_too_early(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def leaving(self: Any, memory: Any) -> Iterator[None]:
-        with self._streams.within(self._out):
-            yield
-        self._streams.keep(memory, self._out)
+    take_out = offload._Copies.take_out
 
-    patch.setattr(offload._Copies, "leaving", leaving)
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(Stream, "wait_stream", nothing)
+            return take_out(self, *args, **kwargs)
+
+    patch.setattr(offload._Copies, "take_out", at_once)
 
 
-def activations_fetched_before_they_have_left(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def coming(self: Any) -> Iterator[None]:
-        with self._streams.within(self._in):
-            yield
+def activations_fetched_into_memory_in_use(patch: pytest.MonkeyPatch) -> None:
+    bring_back = offload._Copies.bring_back
 
-    patch.setattr(offload._Copies, "coming", coming)
+    def at_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(Stream, "wait_stream", nothing)
+            return bring_back(self, *args, **kwargs)
+
+    patch.setattr(offload._Copies, "bring_back", at_once)
 
 
 def activations_used_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
-    def kept_only(self: Any, arrival: Any, memory: Any) -> None:
-        self._streams.keep(memory, self._streams.current())
-
-    patch.setattr(offload._Copies, "await_arrival", kept_only)
+    patch.setattr(offload._Copies, "await_return", nothing)
 
 
 def activations_freed_while_they_leave(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Recorder, "keep", nothing)
+    def let_go(copy: HeldCopy) -> None:
+        copy.tensor = None
+
+    patch.setattr(HeldForCopies, "_end", staticmethod(let_go))
 
 
 def inputs_freed_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
@@ -386,8 +408,12 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (memory_not_kept_for_a_copy, copy_and_forget),
     (host_that_reads_before_a_copy_has_landed, partial(train, **ON_HOST)),
     (computing_that_does_not_wait_for_a_copy, partial(train, **ON_HOST)),
+    (slices_sent_before_they_are_there, partial(train, **OFFLOADED[2])),
+    (slices_overwritten_on_their_way_up, partial(train, **OFFLOADED[2])),
+    (sums_read_before_they_are_down, partial(train, **OFFLOADED[1])),
+    (sums_freed_on_their_way_down, partial(train, micro=2, **OFFLOADED[1])),
     (activations_that_leave_too_early, partial(train, width=64, **ACTIVATIONS)),
-    (activations_fetched_before_they_have_left, partial(train, width=64, **ACTIVATIONS)),
+    (activations_fetched_into_memory_in_use, partial(train, width=64, **ACTIVATIONS)),
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
     (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
     (inputs_freed_while_they_are_read, keep_inputs),
@@ -426,7 +452,7 @@ def test_writes_to_parameters_and_reads_on_demand_wait_for_nothing(
                         block.up.weight.mul_(0.9)
                         block.down.weight.data.clamp_(-0.1, 0.1)
                         block.down.bias.data = block.down.bias.data * 0.5
-                loss_of(model(torch.ones((4, 6), dtype=dtype)).float()).backward()
+                loss_of(model(torch.ones((4, 6), dtype=dtype, device=CPU)).float()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         engine.close()

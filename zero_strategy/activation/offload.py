@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.offload.tier import HostMemory, Streams, streams_of
+from zero_strategy.offload.tier import HeldCopy, HeldForCopies, HostMemory, Streams, streams_of
 from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.torch_private import storage_key, version_of
 
@@ -56,6 +56,29 @@ def storage_keys(tensors: Iterable[Tensor]) -> frozenset[int]:
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in tensors)
 
 
+class HostBlock:
+    """Host memory for some bytes, and the last copy from or to it.
+
+    Attributes:
+        memory: The memory.
+        last: The event of that copy; None: there was none, or it was over at once.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.last: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken, whole pages."""
+        return self.memory.nbytes
+
+    @property
+    def unused(self) -> bool:
+        """True if no copy can be under way, as far as the host knows without waiting."""
+        return self.last is None or bool(self.last.query())
+
+
 class HostBlocks:
     """Gives and takes back blocks; those that a whole pass did without are given up.
 
@@ -68,12 +91,12 @@ class HostBlocks:
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
-        self._free: dict[int, list[tuple[int, HostMemory]]] = {}
+        self._free: dict[int, list[tuple[int, HostBlock]]] = {}
         self._pass = self._lent = 0
         self.taken = 0
 
-    def take(self, nbytes: int) -> HostMemory:
-        """A block for `nbytes`, with whatever is in it."""
+    def take(self, nbytes: int) -> HostBlock:
+        """A block for `nbytes`, with whatever is in it; an earlier copy from or to it may still be under way."""
         if not self._lent:
             self._begin_pass()
         self._lent += 1
@@ -89,18 +112,21 @@ class HostBlocks:
                 stacklevel=2,
             )
         self.taken += memory.nbytes
-        return memory
+        return HostBlock(memory)
 
-    def give_back(self, memory: HostMemory) -> None:
+    def give_back(self, block: HostBlock) -> None:
         """A block that nobody needs any longer; the device's copies from and to it may still be under way."""
         self._lent -= 1
-        self._free.setdefault(memory.nbytes, []).append((self._pass, memory))
+        self._free.setdefault(block.nbytes, []).append((self._pass, block))
 
     def _begin_pass(self) -> None:
-        """Nothing is lent: drop what the pass before did not need."""
+        """Nothing is lent: drop what the pass before did not need.
+
+        Memory is not unmapped under a copy, and the host does not wait for one: such a block stays for one more pass.
+        """
         self._pass += 1
         for size, blocks in list(self._free.items()):
-            used = [block for block in blocks if block[0] >= self._pass - 1]
+            used = [each for each in blocks if each[0] >= self._pass - 1 or not each[1].unused]
             self.taken -= size * (len(blocks) - len(used))
             self._free[size] = used
             if not used:
@@ -129,6 +155,7 @@ class ActivationStore:
 
     def unit(self, module: nn.Module) -> AbstractContextManager[object]:
         """Inside, one forward of a unit runs."""
+        self.copies.begin_unit()
         before = None if self._last is None else self._last()
         memory = _UnitMemory(self, self.parameters | storage_keys(module.buffers()), before)
         self._last = weakref.ref(memory)
@@ -191,6 +218,7 @@ class _UnitMemory:
         """Begin to bring all of it back."""
         if not self._fetched:
             self._fetched = True
+            self.store.copies.begin_return()
             for moved in list(self._moved):
                 moved.fetch("ahead")
 
@@ -201,68 +229,103 @@ class _Moved:
     def __init__(self, store: ActivationStore, tensor: Tensor) -> None:
         self._fetches, self._copies, self._device = store.fetched, store.copies, tensor.device
         self._nbytes = tensor.untyped_storage().nbytes()
-        self._memory = store.blocks.take(self._nbytes)
-        weakref.finalize(self, store.blocks.give_back, self._memory)
+        self._block = store.blocks.take(self._nbytes)
+        weakref.finalize(self, store.blocks.give_back, self._block)
         self._here: Tensor | None = None
-        self._arrival: Any = None
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
-        with self._copies.leaving(flat):
-            self._memory.bytes[: self._nbytes].copy_(flat, non_blocking=True)
+        self._source: Tensor | None = None  # that of `here`, if it never went
+        self._arriving: HeldCopy | None = None
+        original = tensor.detach()  # has the same version counter
+        self._version = version_of(original)
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(original.untyped_storage())
+        self._leaving = self._copies.take_out(flat, self._block, keeps=original)
 
     def fetch(self, how: str) -> None:
-        """Begin to bring it back, unless that has begun."""
-        if self._here is None:
-            self._fetches[how] += 1
-            with self._copies.coming():
-                self._here = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-                self._here.copy_(self._memory.bytes[: self._nbytes], non_blocking=True)
-                self._arrival = self._copies.note_arrival()
+        """Begin to bring it back, unless that has begun, or it has not gone yet."""
+        if self._source is not None and version_of(self._source) != self._version:
+            self._source = self._here = None  # changed in place since: the host has what it was
+        if self._here is not None:
+            return
+        source = None if self._leaving is None else self._leaving.tensor
+        if source is not None and version_of(source) == self._version:
+            self._source = source
+            self._here = torch.empty(0, dtype=torch.uint8, device=self._device).set_(source.untyped_storage())
+            return
+        self._fetches[how] += 1
+        self._here = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        self._arriving = self._copies.bring_back(self._block, self._here)
 
     def back(self) -> Tensor:
         """The memory on the device, (bytes,), once it is there."""
         assert self._here is not None
-        if self._arrival is not None:
-            self._copies.await_arrival(self._arrival, self._here)
+        if self._arriving is not None:
+            self._copies.await_return(self._arriving, self._here)
+        elif self._leaving is not None:
+            self._copies.await_departure(self._leaving, self._here)
         return self._here
 
 
+_LEAVING = 2
+"""Units whose memory is on the device in a forward: the one that computes, and the one before it, which goes."""
+
+
 class _Copies:
-    """Two streams of a device, to the host and back; without streams copies are made at once."""
+    """Two streams of a device, to the host and back; without streams copies are made at once.
+
+    The computing stream has taken all memory of the device, and waits for each copy before the last reference goes.
+    """
 
     def __init__(self, streams: Streams | None) -> None:
         self._streams = streams
         self._out: Any = None if streams is None else streams.new()
         self._in: Any = None if streams is None else streams.new()
+        self._leaving = None if streams is None else HeldForCopies(streams)
+        self._returning = None if streams is None else HeldForCopies(streams)
 
-    @contextmanager
-    def leaving(self, memory: Tensor) -> Iterator[None]:
-        """Copies to the host, into blocks from which earlier copies may still be on their way back."""
-        if self._streams is None:
-            yield
-            return
+    def begin_unit(self) -> None:
+        """A unit's forward begins: let go of the memory of those before the last one."""
+        if self._leaving is not None and self._returning is not None:
+            self._leaving.begin_group(_LEAVING)
+            self._returning.end_all()  # of a backward that did not use all of it
+
+    def begin_return(self) -> None:
+        """A unit's memory begins to come back: the one after it is what computes."""
+        if self._returning is not None:
+            self._returning.begin_group(_LEAVING)
+
+    def take_out(self, memory: Tensor, block: HostBlock, *, keeps: Tensor) -> HeldCopy | None:
+        """Begin to copy bytes to a block; `keeps` holds them on the device until the copy is waited for."""
+        target = block.memory.bytes[: memory.numel()]
+        if self._streams is None or self._leaving is None:
+            target.copy_(memory)
+            return None
         self._out.wait_stream(self._streams.current())
-        self._out.wait_stream(self._in)
+        if block.last is not None:
+            self._out.wait_event(block.last)  # an earlier copy out of it, on its way back
         with self._streams.within(self._out):
-            yield
-        self._streams.keep(memory, self._out)
+            target.copy_(memory, non_blocking=True)
+        block.last = self._out.record_event()
+        return self._leaving.hold(keeps, block.last)
 
-    @contextmanager
-    def coming(self) -> Iterator[None]:
-        """Copies to the device, of what has arrived on the host."""
-        if self._streams is None:
-            yield
-            return
-        self._in.wait_stream(self._out)
+    def bring_back(self, block: HostBlock, memory: Tensor) -> HeldCopy | None:
+        """Begin to copy a block's bytes to new memory of the computing stream."""
+        source = block.memory.bytes[: memory.numel()]
+        if self._streams is None or self._returning is None:
+            memory.copy_(source)
+            return None
+        self._in.wait_event(block.last)  # what computes has waited for it, too, if it is one stream throughout
+        self._in.wait_stream(self._streams.current())  # which may have used the memory for something else before
         with self._streams.within(self._in):
-            yield
+            memory.copy_(source, non_blocking=True)
+        block.last = self._in.record_event()
+        return self._returning.hold(memory, block.last)
 
-    def note_arrival(self) -> Any:
-        """Event that tells that the copies to the device so far have ended; None if they have."""
-        return None if self._in is None else self._in.record_event()
+    def await_return(self, copy: HeldCopy, memory: Tensor) -> None:
+        """Let what is queued from now on see what has come back."""
+        assert self._returning is not None
+        self._returning.use(copy, memory)
 
-    def await_arrival(self, arrival: Any, memory: Tensor) -> None:
-        """Let what is queued from now on see what has been copied into `memory`."""
-        assert self._streams is not None
-        current = self._streams.current()
-        current.wait_event(arrival)
-        self._streams.keep(memory, current)
+    def await_departure(self, copy: HeldCopy, memory: Tensor) -> None:
+        """Backward uses memory that has not gone yet; the queue need hold neither that nor what is older any more."""
+        assert self._leaving is not None
+        self._leaving.end_through(copy)
+        self._leaving.use(copy, memory)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_strategy.comm.process_group import end_with
 from zero_strategy.comm.shared_memory import Scattered, decode_card, encode_card
-from zero_strategy.comm.transport import Collectives, DeviceCollectives, HostCollectives, Job, Run, Work
+from zero_strategy.comm.transport import Collectives, DeviceCollectives, Fetch, HostCollectives, Job, Run, Work
 from zero_strategy.runtime.observer import Observed, Span, Transfer
 from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveRecord, Subject, TransportError
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _UNWATCHED = nullcontext()
+_AT_ONCE = nullcontext()
 
 
 class Sized(NamedTuple):
@@ -332,12 +333,15 @@ class Communicator:
         """Bytes of the buffers that are kept from one exchange to the next."""
         return self._host.buffer_bytes
 
-    def all_gather(self, flat: Tensor, first: Callable[[], None] | None = None, of: Subject = "") -> PendingWork:
+    def all_gather(
+        self, flat: Tensor, first: Callable[[], Fetch | None] | None = None, of: Subject = ""
+    ) -> PendingWork:
         """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
 
         Args:
             flat: The buffer.
-            first: Puts this rank's slice there; runs in the background too, where collectives do.
+            first: Puts this rank's slice there; runs in the background too, where collectives do. On a device it
+                gives what brings the slice, which the collective waits for there.
             of: What is gathered, for the watchdog's reports.
         """
         if self.size == 1 or flat.numel() == 0:
@@ -454,7 +458,7 @@ class Communicator:
         flat: Tensor | Scattered,
         carrier: Collectives,
         job: Job,
-        first: Callable[[], None] | None = None,
+        first: Callable[[], Fetch | None] | None = None,
     ) -> PendingWork:
         """Begin a collective in which every other rank gets one slice of as many as there are ranks."""
         instrumentation, itemsize = self._instrumentation, flat.dtype.itemsize
@@ -462,7 +466,8 @@ class Communicator:
         self.counters.add(kind, numel, itemsize)
         watched = instrumentation.begin(kind, of, flat)
         fetched = None if first is None else carrier.start(first)
-        started = carrier.start(instrumentation.around(job.run, kind, numel * itemsize, watched, flat.device))
+        with fetched.after() if isinstance(fetched, Fetch) else _AT_ONCE:
+            started = carrier.start(instrumentation.around(job.run, kind, numel * itemsize, watched, flat.device))
         works = [work for work in (fetched, started) if work is not None]
         return instrumentation.pending(kind, works, watched, job.then)
 

@@ -99,10 +99,10 @@ class DeferredScale:
     """One factor per parameter; two are joined only where their product rounds as one after the other does.
 
     Args:
-        multiply: Carries a factor out on a parameter's values.
+        multiply: Carries a factor out on some parameters' values.
     """
 
-    def __init__(self, multiply: Callable[[int, float], object]) -> None:
+    def __init__(self, multiply: Callable[[Sequence[int], float], object]) -> None:
         self._multiply = multiply
         self._factors: dict[int, float] = {}
 
@@ -129,9 +129,12 @@ class DeferredScale:
     def carry_out(self) -> None:
         """Multiply now."""
         factors, self._factors = self._factors, {}
+        alike: dict[float, list[int]] = {}
         for index, factor in factors.items():
             if factor != 1.0:
-                self._multiply(index, factor)
+                alike.setdefault(factor, []).append(index)
+        for factor, indices in alike.items():
+            self._multiply(indices, factor)
 
     def carry_out_those_that_round(self) -> None:
         """The same, if some factor rounds, as before a look at the result."""
@@ -474,11 +477,23 @@ class ReducedSums:
 
         What somebody has kept of a `p.grad` is changed too if there is no sum; in a tier that is nobody's.
         """
-        piece = self._bucket.piece_of.get(index)
-        if piece is not None and (self.in_memory or not self.empty):
+        self.change_all([index], how)
+
+    def change_all(self, indices: Sequence[int], how: Callable[[Tensor], object]) -> None:
+        """The same of several parameters; neighbours at once, with what lies between them, which is nobody's."""
+        wanted = set(indices)
+        runs: list[tuple[int, int]] = []
+        joins = False
+        for piece in self._bucket.pieces if self.in_memory or not self.empty else ():
+            if piece.index in wanted:
+                start = runs.pop()[0] if joins else piece.offset
+                runs.append((start, piece.offset + piece.numel))
+            joins = piece.index in wanted
+        if runs:
             self._forget_powers()
+        for start, stop in runs:
             for place in self._places:
-                place.change(piece.offset, piece.offset + piece.numel, how)
+                place.change(start, stop, how)
 
     def write(self, place: ShardStorage, piece: Piece, values: Tensor) -> None:
         """Replace a part of what is in `place`: the sum, or what is set aside."""
@@ -487,6 +502,10 @@ class ReducedSums:
 
     def split(self) -> Mapping[int, Tensor | OffloadedPart]:
         """The parts of all parameters, by index; nothing if there is no sum."""
+        if self.sum is not None and self._powers is not None:
+            for vector in self.sum.offloaded():
+                vector.let_copies_end()
+            self._powers.add_up()
         return {} if self.sum is None else self.sum.split(self._bucket.cuts, self._known)
 
     def _known(self, index: int) -> Powers | None:
@@ -514,10 +533,12 @@ class PowerSums:
         self.norm_type = norm_type
         self._pieces: Sequence[Piece] = ()
         self._found: dict[int, tuple[float, int]] = {}
+        self._taken: list[tuple[list[Piece], Tensor, Tensor]] = []
 
     def begin(self, pieces: Sequence[Piece]) -> Callable[[int, Tensor], None]:
         """A function that takes the chunks of a new pass."""
         self._pieces, self._found = pieces, {piece.index: (0.0, 0) for piece in pieces}
+        self._taken.clear()
         return self._take
 
     def _take(self, start: int, values: Tensor) -> None:
@@ -526,14 +547,19 @@ class PowerSums:
         cut = [values[max(piece.offset - start, 0) : piece.offset + piece.numel - start] for piece in here]
         if not here:
             return
-        sums, bad = ops.grad_stats(cut, self.norm_type)
-        for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
-            before, known = self._found[piece.index]
-            total = max(before, value) if math.isinf(self.norm_type) else before + value
-            self._found[piece.index] = total, known + int(count)
+        self._taken.append((here, *ops.grad_stats(cut, self.norm_type)))
+
+    def add_up(self) -> None:
+        """Read what was taken; on a device that has been computed by now, or the host would wait for it."""
+        for here, sums, bad in self._taken:
+            for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
+                before, known = self._found[piece.index]
+                total = max(before, value) if math.isinf(self.norm_type) else before + value
+                self._found[piece.index] = total, known + int(count)
+        self._taken.clear()
 
     def of(self, index: int) -> Powers | None:
-        """p, the sum, and how many values are not finite; None if nothing is known."""
+        """p, the sum, and how many values are not finite, by the last `add_up`; None if nothing is known."""
         return None if index not in self._found else (self.norm_type, *self._found[index])
 
 

@@ -29,6 +29,7 @@ from zero_strategy.fsdp.tracked import SET_DATA, track_classes, untrack_classes
 from zero_strategy.fsdp.user_writes import UserWrites
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
+from zero_strategy.offload.tier import Landing
 from zero_strategy.runtime.torch_private import outside_transforms
 
 P = ParamSpec("P")
@@ -322,7 +323,20 @@ class ParameterBucket:
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
         return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
-    def _shard_arrives(self) -> Callable[[], None] | None:
+    @outside_inference
+    def gather_for_others(self) -> None:
+        """Take part in a gather of ranks that need it. This rank's values stay as they are, gathered or not."""
+        if not self.placement.shard_parameters:
+            return
+        aside = torch.empty(self.layout.numel, dtype=self.flat.dtype, device=self.device)
+        first = None
+        if self.placement.in_place:
+            aside[self.slice].copy_(self.flat[self.slice])
+        else:
+            first = self.shard.bring_into(aside[self.slice])
+        self.mesh.gather.all_gather(aside, first=first, of=self.names).wait()
+
+    def _shard_arrives(self) -> Callable[[], Landing | None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
         if self.placement.in_place:
             return None

@@ -28,7 +28,7 @@ from torch import Tensor
 from zero_strategy.fsdp.layout import PieceCuts
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec, add_scaled
-from zero_strategy.offload.tier import HostMemory
+from zero_strategy.offload.tier import HostMemory, Landing
 
 Powers = tuple[float, float, int]
 """What is known of values without reading them, see `OffloadedPart.powers`."""
@@ -87,8 +87,8 @@ class ShardStorage(ABC):
         """Replace elements from `start` on."""
 
     @abstractmethod
-    def bring_into(self, out: Tensor) -> Callable[[], None] | None:
-        """Copy all values into `out`: at once, or by what this returns."""
+    def bring_into(self, out: Tensor) -> Callable[[], Landing | None] | None:
+        """Copy all values into `out`: at once, or by what this returns, which gives the end of the copy."""
 
     @abstractmethod
     def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
@@ -212,7 +212,7 @@ class InTier(ShardStorage):
         """Replace elements from `start` on."""
         self._vector.write(start, values)
 
-    def bring_into(self, out: Tensor) -> Callable[[], None]:
+    def bring_into(self, out: Tensor) -> Callable[[], Landing]:
         """A function that reads all values into `out`, in whatever thread it is called."""
         return partial(self._vector.read_all, out)
 

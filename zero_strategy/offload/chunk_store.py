@@ -175,6 +175,7 @@ class ChunkStore:
         """Give up vectors."""
         with self.lock:
             for vector in vectors:
+                vector.let_copies_end()
                 del self.vectors[vector.name]
                 for number in range(len(vector.written)):
                     self._cache.pop((vector.name, number), None)
@@ -189,7 +190,7 @@ class ChunkStore:
     def cached(self, vector: OffloadedVector, number: int, *, change: bool = False) -> Tensor:
         """A chunk in memory, read if it has to be; the caller holds the lock."""
         vector.version += change
-        if (resident := vector.resident(number)) is not None:
+        if (resident := vector.resident(number, change=change)) is not None:
             return resident
         key = (vector.name, number)
         if key not in self._cache:
@@ -265,6 +266,9 @@ class ChunkStore:
         """Give up all vectors."""
         with self.lock:
             self._cache.clear()
+            self.transfers.let_copies_end()
+            for vector in self.vectors.values():
+                vector.let_copies_end()  # no memory is unmapped under a copy
             self.memory.close()
             self.tier.close()  # of several stores of one tier the last finds nothing to do
 

@@ -33,13 +33,13 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_strategy.offload.tier import DeviceCopies, HostMemory, HostTier, PendingIO, Tier, wait_all
+from zero_strategy.offload.tier import DeviceCopies, HostMemory, HostTier, Landing, PendingIO, Tier, wait_all
 from zero_strategy.runtime.observer import Observed
 
 ALIGNMENT = 64
@@ -152,6 +152,7 @@ class ChunkSlots:
         self._ahead = count // 2
         self._writes: dict[int, tuple[Chunk, list[PendingIO]]] = {}
         self._early: list[_ReadAhead] = []
+        self._copied: dict[int, Landing] = {}
         self.failure: OSError | None = None
 
     @property
@@ -210,7 +211,8 @@ class ChunkSlots:
 
         Args:
             chunks: In this order; those that were read ahead first (`check_ahead`).
-            work: Takes a chunk and its part of every vector, in memory, and changes it in place.
+            work: Takes a chunk and its part of every vector, in memory, and changes it in place. It may give the end
+                of a copy out of that memory, which is waited for before something else is read into it.
             wait: Return when all is written; else `settle` does, or the next pass.
 
         Raises:
@@ -229,7 +231,9 @@ class ChunkSlots:
                     self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []), keys)
                 wait_all(reads.pop(index))
                 begun = True
-                work(chunk, self._held(chunk, index % count))
+                landing = work(chunk, self._held(chunk, index % count))
+                if isinstance(landing, Landing):
+                    self._copied[index % count] = landing
                 self._write(chunk, index % count)
             if wait:
                 self.settle()
@@ -259,7 +263,15 @@ class ChunkSlots:
         if error is not None:
             raise error
 
+    def let_copies_end(self) -> None:
+        """Wait for copies out of the slots, before their memory goes."""
+        for slot in list(self._copied):
+            self._copied.pop(slot).on_host()
+
     def _settle_slot(self, slot: int) -> None:
+        """Wait for what still uses a slot's memory."""
+        if slot in self._copied:
+            self._copied.pop(slot).on_host()
         if slot not in self._writes:
             return
         chunk, pending = self._writes.pop(slot)
@@ -303,7 +315,8 @@ class ChunkSlots:
         """The chunk's part of every vector, in memory."""
         found = {}
         for key, vector in chunk.vectors.items():
-            resident = vector.resident(chunk.number, filled=key not in chunk.unread)
+            change = key not in chunk.unchanged
+            resident = vector.resident(chunk.number, filled=key not in chunk.unread, change=change)
             if resident is None:
                 found[key] = self._memory(chunk, slot, key).view(vector.dtype)
             else:
@@ -428,6 +441,8 @@ class OffloadedVector:
         self.spares: set[int] = set()
         self._present = [_FIRST] * len(self.chunks)
         self._held = [_NONE] * len(self.chunks)
+        self._going_up: Landing | None = None
+        self._coming_down: Landing | None = None
 
     @property
     def tier(self) -> Tier:
@@ -443,23 +458,37 @@ class OffloadedVector:
         """The first chunk that is not kept on the device."""
         return 0 if self.kept is None else self.cuts.heads
 
-    def resident(self, number: int, *, filled: bool = True) -> Tensor | None:
+    def resident(self, number: int, *, filled: bool = True, change: bool = False) -> Tensor | None:
         """A chunk where it lies in memory (a kept head: the device's); None if it has to be read and written.
 
-        Without `filled`, one that was never written holds anything.
+        Args:
+            number: Of the chunk.
+            filled: One that was never written holds what vectors are filled with; else anything.
+            change: It will be written to: wait until no copy to the device reads it any more.
         """
         if self.kept is not None and number < self.cuts.heads:
             chunk = self.kept[slice(*self.chunks[number])]
         else:
-            memory = self.tier_of(number).resident(self.record(number))
+            memory = self._in_host_memory(number)
             if memory is None:
                 return None
-            chunk = memory.view(self.dtype)
+            chunk = memory
+            if self._coming_down is not None or change or not self.written[number]:
+                self.let_copies_end()
         if not self.written[number]:
             if filled:
                 chunk.fill_(self.fill)
             self.written[number] = True
         return chunk
+
+    def let_copies_end(self) -> None:
+        """Wait on the host for the device's copies from and to what lies in memory."""
+        copies, self._going_up, self._coming_down = (self._going_up, self._coming_down), None, None
+        for landing in copies:
+            if landing is not None:
+                landing.on_host()
+        if copies[1] is not None:
+            self.store.copies.end_sums()
 
     def is_resident(self, number: int) -> bool:
         """True if a chunk lies in memory."""
@@ -560,35 +589,39 @@ class OffloadedVector:
                 found[low - start : high - start] = self.store.cached(self, number)[low - held : high - held]
         return found
 
-    def read_all(self, out: Tensor) -> None:
-        """Copy all of it into `out`, past the cache; the next chunk is read while one is copied.
+    def read_all(self, out: Tensor) -> Landing:
+        """Begin to copy all of it into `out`, past the cache; the next chunk is read while one is copied.
 
-        On a GPU `out` is filled beside what it computes, and complete when this returns.
+        On a GPU `out` is filled beside what it computes, which waits for the end before `out` is let go of. The host
+        waits there before it changes what has been copied from, and for files.
+
+        Returns:
+            The end of all copies, which are queued one after the other.
         """
-        away, landings = [], []
+        away, landing = [], Landing()
         with self.store.observed.span("copy", self.name, out.numel() * out.element_size()):
             for number, (begin, end) in enumerate(self.chunks):
                 if (chunk := self.resident(number)) is None:
                     away.append(number)
                 else:
-                    landings.append(self.store.copies.up(chunk, out[begin:end]))
-            if away:
-                self._read_away(away, out)
-            for landing in landings:
-                landing.on_host()
+                    self._going_up = landing = self.store.copies.up(chunk, out[begin:end], keep=False)
+            return self._read_away(away, out) if away else landing
 
-    def _read_away(self, numbers: list[int], out: Tensor) -> None:
-        """The chunks of these numbers, which have to be read."""
+    def _read_away(self, numbers: list[int], out: Tensor) -> Landing:
+        """The chunks of these numbers, which have to be read; the end of the last copy."""
         with self.store.lock:
             self.store.flush()
         chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
 
-        def copy(chunk: Chunk, held: dict[str, Tensor]) -> None:
-            # The slot's memory is read into again at once.
-            self.store.copies.up(held[_ONLY], out[chunk.start : chunk.stop]).on_host()
+        landings: list[Landing] = []
+
+        def copy(chunk: Chunk, held: dict[str, Tensor]) -> Landing:
+            landings[:] = [self.store.copies.up(held[_ONLY], out[chunk.start : chunk.stop], keep=False)]
+            return landings[0]
 
         with self.store.transferring:
             self.store.transfers.run(chunks, copy)
+        return landings[0]
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on."""
@@ -627,8 +660,56 @@ class OffloadedVector:
         self.version += 1
         with self.store.lock:
             self.store.flush()
-        with self.store.transferring, self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
-            self.store.transfers.run(chunks, add, wait=False)
+        work: Callable[[Chunk, dict[str, Tensor]], object] = add
+        with self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
+            if not self.store.copies.at_once:
+                chunks, work = self._add_from_device(chunks, self._staged(values, factor, first=first), first, look)
+            with self.store.transferring:
+                self.store.transfers.run(chunks, work, wait=False)
+
+    def _staged(self, values: Tensor, factor: float, *, first: bool) -> Tensor:
+        """Scaled values in memory of their own, since the caller's is used again while they are on their way down."""
+        self.store.copies.begin_sums()
+        scaled = values if factor == 1.0 else torch.mul(values, factor)
+        return scaled.to(self.dtype if first else scaled.dtype, copy=scaled is values)
+
+    def _add_from_device(
+        self, chunks: list[Chunk], values: Tensor, first: bool, look: Callable[[int, Tensor], object] | None
+    ) -> tuple[list[Chunk], Callable[[Chunk, dict[str, Tensor]], None]]:
+        """Begin with the chunks that lie in host memory; the others, and what adds to those."""
+        copies, earlier = self.store.copies, self._coming_down or Landing()
+
+        def begin(chunk: Chunk, target: Tensor) -> Landing:
+            seen = None if look is None else partial(look, chunk.start)
+            return copies.add_down(values[chunk.start : chunk.stop], target, first=first, earlier=earlier, look=seen)
+
+        def add(chunk: Chunk, held: dict[str, Tensor]) -> None:
+            if self.kept is None or chunk.number >= self.cuts.heads:
+                begin(chunk, held[_ONLY]).on_host()  # then it is written to a file
+                return
+            add_scaled(held[_ONLY], values[chunk.start : chunk.stop], 1.0, first=first)
+            if look is not None:
+                look(chunk.start, held[_ONLY])
+
+        rest = []
+        for chunk in chunks:
+            memory = self._in_host_memory(chunk.number)
+            if memory is None:
+                rest.append(chunk)
+                continue
+            if not first and not self.written[chunk.number]:
+                self.let_copies_end()
+                memory.fill_(self.fill)
+            self.written[chunk.number] = True
+            self._coming_down = begin(chunk, memory)
+        return rest, add
+
+    def _in_host_memory(self, number: int) -> Tensor | None:
+        """A chunk that lies there, though copies from and to it may be under way; None if it does not."""
+        if self.kept is not None and number < self.cuts.heads:
+            return None
+        memory = self.tier_of(number).resident(self.record(number))
+        return None if memory is None else memory.view(self.dtype)
 
     def change(self, start: int, stop: int, how: Callable[[Tensor], object]) -> None:
         """Change elements [start, stop) in place, a few at a time."""

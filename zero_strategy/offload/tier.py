@@ -6,8 +6,9 @@ r"""Tiers of state below the device's memory: the interface, host memory, NVMe f
     up                             copy, from host-+ (computing waits for it, the host does not)
 
 A copy begins when what is queued on the computing stream at that moment is done. On the CPU copies are made at once.
-Memory that one stream allocated and another uses is kept for that other one, or the allocator would hand it out again
-too early.
+The allocator hands memory out again in the order of the stream that took it, so before the last reference to it goes,
+that stream waits for what others do with it (`HeldForCopies`). `record_stream` would do, too, but gives memory back
+only when the host sees that the device is past that point. A host that runs ahead sees that late, and takes new memory.
 
 Large pages where the kernel has them: I/O past the page cache looks up and holds every page. Forked children do not get
 it: a transfer under way and a copy-on-write of its pages would put bytes where nobody looks. Pinned by registering the
@@ -17,12 +18,14 @@ mapping with CUDA; torch's own pinned allocator rounds up to powers of two and k
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -83,20 +86,107 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 class Landing:
-    """The end of a copy, to be waited for by whoever uses what has been copied, or changes what it was copied from."""
+    """The end of a copy, to be waited for by whoever uses what has been copied, or changes what it was copied from.
 
-    def __init__(self, streams: Streams | None = None, event: Any = None) -> None:
-        self._streams, self._event = streams, event
+    Args:
+        streams: The device's queues; None: it has ended.
+        stream: On which it was queued.
+
+    Attributes:
+        event: The end, where there is a device.
+    """
+
+    def __init__(self, streams: Streams | None = None, stream: Any = None) -> None:
+        self._streams, self._stream = streams, stream
+        self.event: Any = None if stream is None else stream.record_event()
 
     def on_host(self) -> None:
         """Return when it has ended."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
+
+    def is_over(self) -> bool:
+        """True if it has ended; the host does not wait."""
+        return self.event is None or bool(self.event.query())
 
     def on_device(self) -> None:
         """Let what this thread queues on the device from now on wait for it."""
         if self._streams is not None:
-            self._streams.current().wait_event(self._event)
+            self._streams.current().wait_event(self.event)
+
+    def after(self) -> AbstractContextManager[object]:
+        """Inside, what this thread queues on the device comes after it, without the stream that computes."""
+        return contextlib.nullcontext() if self._streams is None else self._streams.within(self._stream)
+
+    wait, is_completed = on_device, is_over
+
+
+class HeldCopy:
+    """A copy under way, and the memory of the device that it uses.
+
+    Attributes:
+        tensor: The memory; None once what computes waits for the copy, so that others may let go of it.
+        event: The copy's end.
+        home: The stream that took the memory, and in whose order it is given back.
+    """
+
+    def __init__(self, tensor: Tensor, event: Any, home: Any) -> None:
+        self.tensor: Tensor | None = tensor
+        self.event, self.home = event, home
+
+
+class HeldForCopies:
+    """Memory of copies under way, in groups; a group goes when the stream that took it waits for its copies.
+
+    So memory is used again in the order of that stream, and the number of groups bounds what is held at any moment of
+    the device's time, however far the host is ahead.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._groups: deque[list[HeldCopy]] = deque()
+
+    def begin_group(self, most: int) -> None:
+        """Let the oldest groups go, so that there are `most` with the one that begins."""
+        while len(self._groups) >= most:
+            self._end_oldest()
+        self._groups.append([])
+
+    def hold(self, tensor: Tensor, event: Any) -> HeldCopy:
+        """Hold memory of the current stream for a copy that ends with this event."""
+        if not self._groups:
+            self._groups.append([])
+        copy = HeldCopy(tensor, event, self._streams.current())
+        self._groups[-1].append(copy)
+        return copy
+
+    def use(self, copy: HeldCopy, memory: Tensor) -> None:
+        """Let what is queued from now on, which uses this memory, wait for one copy."""
+        self._end(copy)
+        current = self._streams.current()
+        if current != copy.home:  # a graph of several streams: rare, and then the allocator has to know
+            current.wait_event(copy.event)
+            self._streams.keep(memory, current)
+
+    def end_through(self, copy: HeldCopy) -> None:
+        """Let all groups go up to the one of a copy."""
+        while copy.tensor is not None:
+            self._end_oldest()
+
+    def end_all(self) -> None:
+        """Let all groups go."""
+        while self._groups:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        for copy in self._groups.popleft():
+            self._end(copy)
+
+    @staticmethod
+    def _end(copy: HeldCopy) -> None:
+        if copy.tensor is not None:
+            copy.home.wait_event(copy.event)
+            copy.tensor = None
 
 
 class DeviceCopies:
@@ -111,32 +201,104 @@ class DeviceCopies:
         self._streams = streams_of(device) if streams is None else streams
         self._down: Any = None
         self._up: Any = None
+        self._sums: HeldForCopies | None = None
+
+    @property
+    def at_once(self) -> bool:
+        """True if a copy is over when it has been asked for."""
+        return self._streams is None
 
     def down(self, source: Tensor, target: Tensor) -> Landing:
         """Begin to copy from the device to memory of the host, which holds the values when that has landed there."""
         if self._streams is None:
             target.copy_(source)
             return Landing()
-        if self._down is None:
-            self._down = self._streams.new()
-        return self._copy(self._streams, self._down, source, target, source)
+        return self._copy(self._streams, self._down_stream(self._streams), source, target, source)
 
-    def up(self, source: Tensor, target: Tensor) -> Landing:
-        """Begin to copy from memory of the host, which stays as it is until that has landed, to the device."""
+    def up(self, source: Tensor, target: Tensor, *, keep: bool = True) -> Landing:
+        """Begin to copy from memory of the host, which stays as it is until that has landed, to the device.
+
+        Args:
+            source: Memory of the host.
+            target: Memory of the device.
+            keep: Let the target be let go of at any time; else not before what computes waits for the landing.
+        """
         if self._streams is None:
             target.copy_(source)
             return Landing()
+        return self._copy(self._streams, self._up_stream(self._streams), source, target, target if keep else None)
+
+    def begin_sums(self) -> None:
+        """Before `add_down` of a vector: let what computes wait for those of the one before, whose memory goes."""
+        if self._streams is not None:
+            self._sums = self._sums or HeldForCopies(self._streams)
+            self._sums.begin_group(1)
+
+    def add_down(
+        self,
+        values: Tensor,
+        target: Tensor,
+        *,
+        first: bool,
+        earlier: Landing,
+        look: Callable[[Tensor], object] | None = None,
+    ) -> Landing:
+        """Begin to add to memory of the host, or to replace what is there; computed on the device, beside the rest.
+
+        The old sums come up, and the new ones go down, in the device's own order: the host neither waits nor adds.
+
+        Args:
+            values: Memory of the device that nobody else changes; where it replaces, in the target's dtype.
+            target: Memory of the host.
+            first: Replace.
+            earlier: The end of what has written to the target before.
+            look: Takes the sums on the device, on the stream that brings them down.
+        """
+        streams = self._streams
+        assert streams is not None and self._sums is not None
+        down, total = self._down_stream(streams), values
+        if not first:
+            up, total = self._up_stream(streams), torch.empty_like(values, dtype=target.dtype)
+            up.wait_stream(streams.current())  # which may have used the memory of the total before
+            with streams.within(up):
+                earlier.on_device()
+                total.copy_(target, non_blocking=True)
+            down.wait_stream(up)
+        down.wait_stream(streams.current())
+        with streams.within(down):
+            if not first:
+                total.add_(values)
+            if look is not None:
+                look(total)
+            target.copy_(total, non_blocking=True)
+        landing = Landing(streams, down)
+        for memory in (values,) if first else (values, total):
+            self._sums.hold(memory, landing.event)
+        return landing
+
+    def end_sums(self) -> None:
+        """The host has waited for all sums: their memory on the device goes."""
+        if self._sums is not None:
+            self._sums.end_all()
+
+    def _down_stream(self, streams: Streams) -> Any:
+        if self._down is None:
+            self._down = streams.new()
+        return self._down
+
+    def _up_stream(self, streams: Streams) -> Any:
         if self._up is None:
-            self._up = self._streams.new()
-        return self._copy(self._streams, self._up, source, target, target)
+            self._up = streams.new()
+        return self._up
 
     @staticmethod
-    def _copy(streams: Streams, stream: Any, source: Tensor, target: Tensor, on_device: Tensor) -> Landing:
+    def _copy(streams: Streams, stream: Any, source: Tensor, target: Tensor, kept: Tensor | None) -> Landing:
         stream.wait_stream(streams.current())
         with streams.within(stream):
             target.copy_(source, non_blocking=True)
-        streams.keep(on_device, stream)
-        return Landing(streams, stream.record_event())
+        if kept is not None:
+            streams.keep(kept, stream)
+        return Landing(streams, stream)
 
 
 class PendingIO(Protocol):
@@ -237,6 +399,7 @@ class HostMemory:
         with where_memory_is_held():
             code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
         if code:
+            forget_cuda_error()
             self.reason = f"cudaHostRegister of {self.nbytes} bytes failed with error {code}"
             return
         self.pinned = True
@@ -246,7 +409,29 @@ class HostMemory:
 
 def _unpin(memory: Tensor) -> None:
     with where_memory_is_held():  # a finalizer runs in any thread
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
+            _last_cuda_error()
+
+
+def forget_cuda_error() -> None:
+    """Let a call of the CUDA runtime that failed, and whose code was looked at, not fail what comes after it.
+
+    The runtime keeps the code of the last call that failed in this thread until somebody asks. torch asks after each
+    launch of a kernel, and would raise there for what went wrong here. Its binding of `cudaHostRegister` returns the
+    code and does not ask.
+    """
+    if _last_cuda_error():
+        return
+    # The runtime that torch uses was not found by its symbol, or had nothing to tell. A launch asks torch's own.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
+
+
+def _last_cuda_error() -> int:
+    """The code that the CUDA runtime keeps, which asking sets back; 0: none, or there is no such symbol."""
+    # torch loads the runtime with global symbols. Another copy of it has a code of its own, which is 0.
+    ask = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
+    return 0 if ask is None else int(ask())
 
 
 class HostTier:
@@ -265,8 +450,8 @@ class HostTier:
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make room; the memory is zeroed, and taken when it is first written to."""
-        for name, nbytes in sizes.items():
-            memory = HostMemory(max(nbytes, 1), pinned=self._pinned)
+        for together in _regions(sizes, _REGION if self._pinned else 0):
+            memory = HostMemory(sum(HostMemory.rounded(max(nbytes, 1)) for _, nbytes in together), pinned=self._pinned)
             if self._pinned and not memory.pinned:
                 self._pinned = False
                 warnings.warn(
@@ -274,7 +459,10 @@ class HostTier:
                     "`ulimit -l`)",
                     stacklevel=2,
                 )
-            self._records[name] = memory, memory.bytes[:nbytes]
+            begin = 0
+            for name, nbytes in together:
+                self._records[name] = memory, memory.bytes[begin : begin + nbytes]
+                begin += HostMemory.rounded(max(nbytes, 1))
 
     def resident(self, record: str) -> Tensor | None:
         """The record itself."""
@@ -309,6 +497,25 @@ class HostTier:
     def close(self) -> None:
         """Give all memory back."""
         self._records.clear()
+
+
+_REGION = 256 << 20
+"""Bytes that are page-locked at once; each call costs as much as locking thousands of pages. What is released goes
+with the last record of its region."""
+
+
+def _regions(sizes: Mapping[str, int], most: int) -> Iterator[list[tuple[str, int]]]:
+    """Records that lie in one block of host memory of at most so many bytes; larger ones lie alone."""
+    together: list[tuple[str, int]] = []
+    taken = 0
+    for name, nbytes in sizes.items():
+        if together and taken + nbytes > most:
+            yield together
+            together, taken = [], 0
+        together.append((name, nbytes))
+        taken += HostMemory.rounded(max(nbytes, 1))
+    if together:
+        yield together
 
 
 class Done:
