@@ -44,6 +44,7 @@ from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.fsdp.all_layers import run_all_layers
+from zero_strategy.fsdp.captured_units import warn_of_captures
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
@@ -423,6 +424,8 @@ class ZeroEngine:
                 "change the module, and prepare it again"
             )
         tell_shared_buckets(attached, self.model)
+        if self.stage == 3 and self.mesh.shard_size > 1 and self.device.type == "cuda":
+            warn_of_captures(self.module)
         self._checked = self._group_sizes()
 
     def _check_observed(self) -> None:
@@ -566,7 +569,8 @@ class ZeroEngine:
 
         Args:
             total: Sum of the losses of this rank's tokens, 0-d.
-            count: How many of them count.
+            count: How many of them count. The host waits for a tensor on a GPU; a number that the data loader's batch
+                gives before it goes there costs nothing.
 
         Raises:
             ValueError: If no token of any rank counts.

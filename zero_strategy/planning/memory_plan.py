@@ -36,7 +36,7 @@ from zero_strategy.planning.buckets import (
     staying,
     stop_of,
 )
-from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.planning.model_shape import (
     BufferShape,
     ModelShape,
@@ -52,6 +52,13 @@ _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 _CANDIDATES = 3
 """Ranks that are looked at for the fullest: rank 0 saves buffers, from rank 2 on there is one exchange buffer more.
 Otherwise ranks differ by the counters of their pieces."""
+
+_CHANNELS = 16
+_CHANNEL_BYTES = (4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+"""Of a connection: NCCL's default buffers for its protocols Simple, LL128 and LL (`init.cc`)."""
+ASSUMED_COMMUNICATOR_BYTES = _CHANNELS * _CHANNEL_BYTES
+"""Memory of a GPU for one of NCCL's communicators: a ring of as many channels as GPUs of one host have by NVLink. An
+assumption: GPUs by PCIe have 2 to 4 channels, trees and a switch's own reductions take more. An engine measures it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class MemoryPlan:
             `mesh.sequence` divide them.
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
+        communicator_bytes: Of one of NCCL's on a GPU; an engine's are `mesh.communicator_bytes`, measured.
     """
 
     model: ModelShape
@@ -86,6 +94,7 @@ class MemoryPlan:
     tokens: int = 0
     recompute: bool = False
     accumulation: int = 1
+    communicator_bytes: int = ASSUMED_COMMUNICATOR_BYTES
 
     def __post_init__(self) -> None:
         if self.tokens and self.model.costs is None:
@@ -192,9 +201,12 @@ class MemoryPlan:
 
     def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
         """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
-        if self.device_type != "cpu":
-            return  # NCCL's own are not known
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
+        if self.device_type != "cpu":
+            groups = 2 * (shard > 1) + (replicas > 1) + (self.resolved.config.mesh.sequence > 1)
+            nbytes = groups * self.communicator_bytes
+            yield Entry("communication", "device", COMMUNICATORS, nbytes, nbytes)
+            return
         placement, buckets = placement_of(self.resolved), [bucket for unit in units for bucket in unit]
         reduced = [b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable]
         gathered = [
