@@ -15,6 +15,8 @@ import torch.distributed as dist
 import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
 import zero_strategy.comm.collectives as collectives
+import zero_strategy.fsdp.param_bucket as param_bucket
+import zero_strategy.fsdp.reduction_plan as reduction_plan
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
@@ -43,7 +45,7 @@ def device(world: int = 2) -> Iterator[Recorder]:
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
-        for module in (tier, offload, kept_inputs):
+        for module in (tier, offload, kept_inputs, param_bucket, reduction_plan):
             patch.setattr(module, "streams_of", lambda device: recorder)
         step, copies = StreamedStep.__init__, DeviceCopies(CPU)
         patch.setattr(StreamedStep, "__init__", lambda self, store: step(self, store, copies))

@@ -158,7 +158,7 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        placement = placement_for(self.resolved.config, self.offload.parameters)
+        placement = placement_for(self.resolved.config, shard, self.offload.parameters)
         for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
             ledger.add(entry)
         device, host = self._activation_bytes()
@@ -341,7 +341,7 @@ class _BucketEntries:
 
     def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays
-        self.placement = placement_for(plan.resolved.config, plan.offload.parameters)
+        self.placement = placement_for(plan.resolved.config, plan.resolved.shard, plan.offload.parameters)
         self.slice = bucket.layout.slice_bounds(shard_rank)
         self.owned = bucket.owned(self.placement, shard_rank)
 
