@@ -72,6 +72,7 @@ class MemoryPlan:
             `mesh.sequence` divide them.
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
+        autocast: Dtype of autocast around forwards; None: there is none.
     """
 
     model: ModelShape
@@ -86,6 +87,7 @@ class MemoryPlan:
     tokens: int = 0
     recompute: bool = False
     accumulation: int = 1
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.tokens and self.model.costs is None:
@@ -165,6 +167,8 @@ class MemoryPlan:
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
             ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
         ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
+        casts = self._cast_bytes(units)
+        ledger.add(Entry("activations", "device", Owner("casts of autocast"), casts, casts, peak=True))
         return ledger
 
     def _activation_bytes(self) -> tuple[int, int]:
@@ -180,6 +184,24 @@ class MemoryPlan:
         return self.model.costs.of_tensor_rank(self.ways // self.model.ways).in_tiers(
             -(-self.tokens // ranks), itemsize, settings, offload=offload, divided=ranks > 1
         )
+
+    def _cast_bytes(self, units: Units) -> int:
+        """Copies that autocast makes of matrices, and autograd keeps from forward to backward: of all, on each rank.
+
+        With units computed again in backward, of one unit. Embeddings, which are not cast, are among them, for a shape
+        does not tell what it is used for.
+        """
+        if self.autocast is None:
+            return 0
+        found = [sum(map(self._cast_numel, unit)) * self.autocast.itemsize for unit in units]
+        again = self.recompute or self.resolved.config.activation_checkpointing.mode == "full"
+        return found[0] + max(found[1:], default=0) if again else sum(found)
+
+    def _cast_numel(self, bucket: BucketFacts) -> int:
+        """Elements of a bucket's matrices that have another dtype than autocast's."""
+        if bucket.dtype == self.autocast or not bucket.dtype.is_floating_point:
+            return 0
+        return sum(segment.numel for segment in bucket.layout.segments if len(segment.shape) > 1)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         return buffer.numel * self._buffer_dtype(buffer).itemsize
@@ -453,6 +475,7 @@ def plan_model(
     tokens: int = 0,
     recompute: bool = False,
     accumulation: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
     units = config.config.units if isinstance(config, ResolvedConfig) else config.units
@@ -485,4 +508,5 @@ def plan_model(
         tokens,
         recompute,
         accumulation,
+        autocast,
     )
