@@ -20,6 +20,7 @@ from tests.launcher import Launcher
 from zero_strategy.comm.transport import HostCollectives, Job
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp import param_bucket
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 
 SECONDS = 0.05
@@ -129,6 +130,17 @@ def read(stage: int, dtype: torch.dtype | None) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_read_waits(ranks: Launcher, stage: int, dtype: torch.dtype | None) -> None:
     assert ranks(2)(read, stage, dtype) == [[], []]
+
+
+def read_early() -> list[str]:
+    """The same where nobody waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(param_bucket._Arrival, "wait", lambda self: None)
+        return read(1, None)
+
+
+def test_these_reads_would_be_too_early(ranks: Launcher) -> None:
+    assert ranks(2)(read_early) == [list(READS)] * 2
 
 
 def shared_by_others(stage: int) -> list[bool]:
