@@ -1222,6 +1222,8 @@ class ZeroEngine:
         try:
             if self.desync is None:
                 self.saver.finish()
+                if self._model is not None:
+                    self._model.arrivals.finish()
         finally:
             while self._closing:
                 self._closing.pop()()

@@ -16,6 +16,8 @@ import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
 import zero_strategy.checkpoint.save as save
 import zero_strategy.comm.collectives as collectives
+import zero_strategy.fsdp.param_bucket as param_bucket
+import zero_strategy.fsdp.reduction_plan as reduction_plan
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
@@ -47,7 +49,7 @@ def device(world: int = 2, recorder: Recorder | None = None) -> Iterator[Recorde
     recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
-        for module in (tier, offload, kept_inputs, save):
+        for module in (tier, offload, kept_inputs, save, param_bucket, reduction_plan):
             patch.setattr(module, "streams_of", recorder.streams_of)
         step, copies = StreamedStep.__init__, DeviceCopies(CPU)
         patch.setattr(StreamedStep, "__init__", lambda self, store: step(self, store, copies))

@@ -132,6 +132,10 @@ class Collectives(ABC):
             factor: The sum is multiplied by it.
         """
 
+    def all_reduce(self, flat: Tensor, factor: float) -> Job | None:
+        """Sum `flat` over the ranks and multiply it, on all of them; None: a reduction and a gather do it."""
+        return None
+
     @abstractmethod
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
         """Send outgoing[r] to each other rank r, while incoming[r] arrives from it; flat, contiguous, of one dtype.
@@ -499,11 +503,22 @@ class DeviceCollectives(Collectives):
         sum multiplies it, in float32 and on its own stream.
         """
         total = self._own_slice(flat) if into is None else into
-        is_mean = self.size > 1 and factor == 1.0 / self.size and self._is_nccl
-        is_mean = is_mean and (flat.dtype.itemsize > 2 or self.size.bit_count() == 1)
-        op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+        op, left = self._operation(flat.dtype, factor)
         run = partial(self._begin, _native_reduce_scatter, total, flat, op=op)
-        return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))
+        return Job(run, None if left == 1.0 else partial(total.mul_, left))
+
+    def all_reduce(self, flat: Tensor, factor: float) -> Job:
+        """See `Collectives`; one call, for which the library has algorithms of its own."""
+        op, left = self._operation(flat.dtype, factor)
+        run = partial(self._begin, dist.all_reduce, flat, op=op)
+        return Job(run, None if left == 1.0 else partial(flat.mul_, left))
+
+    def _operation(self, dtype: torch.dtype, factor: float) -> tuple[Any, float]:
+        """The library's operation, and the factor that is left for later."""
+        is_mean = self.size > 1 and factor == 1.0 / self.size and self._is_nccl
+        if is_mean and (dtype.itemsize > 2 or self.size.bit_count() == 1):
+            return dist.ReduceOp.AVG, 1.0
+        return dist.ReduceOp.SUM, factor
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
         """See `Collectives`."""

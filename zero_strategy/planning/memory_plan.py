@@ -80,6 +80,7 @@ class MemoryPlan:
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
         communicator_bytes: Of one of NCCL's on a GPU; an engine's are `mesh.communicator_bytes`, measured.
+        autocast: Dtype of autocast around forwards; None: there is none.
     """
 
     model: ModelShape
@@ -95,6 +96,7 @@ class MemoryPlan:
     recompute: bool = False
     accumulation: int = 1
     communicator_bytes: int = ASSUMED_COMMUNICATOR_BYTES
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.tokens and self.model.costs is None:
@@ -167,13 +169,15 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        placement = placement_for(self.resolved.config, self.offload.parameters)
+        placement = placement_for(self.resolved.config, shard, self.offload.parameters)
         for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
             ledger.add(entry)
         device, host = self._activation_bytes()
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
             ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
         ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
+        casts = self._cast_bytes(units)
+        ledger.add(Entry("activations", "device", Owner("casts of autocast"), casts, casts, peak=True))
         return ledger
 
     def _activation_bytes(self) -> tuple[int, int]:
@@ -189,6 +193,24 @@ class MemoryPlan:
         return self.model.costs.of_tensor_rank(self.ways // self.model.ways).in_tiers(
             -(-self.tokens // ranks), itemsize, settings, offload=offload, divided=ranks > 1
         )
+
+    def _cast_bytes(self, units: Units) -> int:
+        """Copies that autocast makes of matrices, and autograd keeps from forward to backward: of all, on each rank.
+
+        With units computed again in backward, of one unit. Embeddings, which are not cast, are among them, for a shape
+        does not tell what it is used for.
+        """
+        if self.autocast is None:
+            return 0
+        found = [sum(map(self._cast_numel, unit)) * self.autocast.itemsize for unit in units]
+        again = self.recompute or self.resolved.config.activation_checkpointing.mode == "full"
+        return found[0] + max(found[1:], default=0) if again else sum(found)
+
+    def _cast_numel(self, bucket: BucketFacts) -> int:
+        """Elements of a bucket's matrices that have another dtype than autocast's."""
+        if bucket.dtype == self.autocast or not bucket.dtype.is_floating_point:
+            return 0
+        return sum(segment.numel for segment in bucket.layout.segments if len(segment.shape) > 1)
 
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         return buffer.numel * self._buffer_dtype(buffer).itemsize
@@ -353,7 +375,7 @@ class _BucketEntries:
 
     def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays
-        self.placement = placement_for(plan.resolved.config, plan.offload.parameters)
+        self.placement = placement_for(plan.resolved.config, plan.resolved.shard, plan.offload.parameters)
         self.slice = bucket.layout.slice_bounds(shard_rank)
         self.owned = bucket.owned(self.placement, shard_rank)
 
@@ -465,6 +487,7 @@ def plan_model(
     tokens: int = 0,
     recompute: bool = False,
     accumulation: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
     units = config.config.units if isinstance(config, ResolvedConfig) else config.units
@@ -497,4 +520,5 @@ def plan_model(
         tokens,
         recompute,
         accumulation,
+        autocast,
     )

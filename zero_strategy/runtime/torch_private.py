@@ -383,6 +383,20 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
     return call
 
 
+def compiled_frames() -> int:
+    """Number of functions of Python's that `torch.compile` has compiled in this process, or has tried to."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["frames"]["total"])
+
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def holders_of(tensor: Tensor) -> int | None:
+    """A count of those who hold a tensor's memory, more by a constant; None where torch does not tell."""
+    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
+
+
 # ---- processes and devices ----
 
 
