@@ -90,6 +90,7 @@ class _Job:
     env: dict[str, str]
     call: bytes
     test: str
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,9 @@ def _execute(
             if len(sys.modules) > known:
                 permanent.add_all()
             run_store = PrefixStore(f"run{job.number}", store)
-            dist.init_process_group("gloo", store=run_store, rank=rank, world_size=world)
+            if "cuda" in job.backend:
+                torch.cuda.set_device(rank % torch.cuda.device_count())
+            dist.init_process_group(job.backend, store=run_store, rank=rank, world_size=world)
             payload = _dumps(function(*args, **kwargs))
             _wait_for_all(run_store, world)
             ended += _end_groups()
@@ -301,6 +304,7 @@ class RankPool:
         timeout: float = 60.0,
         grace: float = 1.0,
         env: Mapping[str, str] | None = None,
+        backend: str = "gloo",
     ) -> list[T]:
         """The results of ``function`` on every rank, in rank order; or raises :class:`RankError`."""
         __tracebackhide__ = True
@@ -309,7 +313,7 @@ class RankPool:
         call = _dumps((function, args, dict(kwargs or {})))
         self._runs += 1
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        job = pickle.dumps(_Job(self._runs, list(sys.path), dict(env or {}), call, test))
+        job = pickle.dumps(_Job(self._runs, list(sys.path), dict(env or {}), call, test, backend))
         offsets = [self._log_size(rank) for rank in range(self.world)]
         for connection in self._connections:
             # A rank that died between two runs has closed its pipe; waiting for its answer reports that.
@@ -426,13 +430,19 @@ class Runner:
     def __call__(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
         __tracebackhide__ = True
         pool = self.launcher.pool(self.world)
-        return pool.run(function, args, kwargs, timeout=self.timeout, grace=self.grace, env=self.env)
+        more: dict[str, Any] = {"timeout": self.timeout, "grace": self.grace, "env": self.env}
+        return pool.run(function, args, kwargs, **more, backend=self.launcher.backend)
 
 
 class Launcher:
-    """The pools of one test process, by world size. A pool that failed is replaced at its next use."""
+    """The pools of one test process, by world size. A pool that failed is replaced at its next use.
 
-    def __init__(self) -> None:
+    Args:
+        backend: Of the ranks' default process group; with "cuda" in it each rank has a device, or a share of one.
+    """
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self._pools: dict[int, RankPool] = {}
 
     def __call__(

@@ -38,7 +38,7 @@ from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.comm.collectives import CommunicationCounters
 from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
-from zero_strategy.comm.process_group import world_size
+from zero_strategy.comm.process_group import default_group, world_size
 from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
@@ -65,6 +65,7 @@ from zero_strategy.planning.held import ledger_of
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
+from zero_strategy.runtime.compute_device import occupy
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sequence.group import SequenceGroup
@@ -154,7 +155,7 @@ class ZeroEngine:
             built on the meta device then needs no `reset_parameters`. An open reader may hold a part of them: all
             that are on the meta device.
         device: Where parameters are moved to, or become real, unit by unit; default: where the module's tensors are,
-            else the CPU.
+            else the CPU. A GPU becomes the thread's current one.
         divisor: Asked when a backward begins: by what its gradients are to be divided, where losses are not.
         part: Of a model in several parts, what joins that of this rank, which the engine is for, to the others.
 
@@ -162,6 +163,7 @@ class ZeroEngine:
         module: The module.
         part: See the argument.
         config: The resolved config.
+        device: Where it computes, with its index; the current device of the thread that has made the engine.
         activations: What autograd keeps of its units, and which are computed again.
         optimizers: The attached optimizers.
         average: A running average of the weights, see `average_weights`; None: none is kept.
@@ -176,8 +178,8 @@ class ZeroEngine:
         nonfinite: Decides about steps whose gradients are not finite.
 
     Raises:
-        ValueError: If the mesh does not fit the world, the module cannot be sharded (names the parameter), or ranks
-            were given different settings (names them).
+        ValueError: If the mesh does not fit the world, the module cannot be sharded (names the parameter), ranks were
+            given different settings (names them), or the device is not there, or not that of the process group.
     """
 
     def __init__(
@@ -215,6 +217,8 @@ class ZeroEngine:
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module, self.part = module, part
+        self.device = occupy(device or device_of(module), default_group())
+        device = None if device is None else self.device
         name = f"engine{next_number('engines')}"
         settings = {key: str(setting.value) for key, setting in zero.settings() if key not in _OF_EACH_HOST}
         if zero.pipeline.stages > 1:
@@ -239,7 +243,7 @@ class ZeroEngine:
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
-        self.offloaded = OffloadStores(zero.offload, device or device_of(module), self.mesh)
+        self.offloaded = OffloadStores(zero.offload, self.device, self.mesh)
         self.optimizers: list[ShardedOptimizer] = []
         self.average: WeightAverage | None = None
         self._consistency = OptimizerConsistency(self.optimizers, self.mesh.control)

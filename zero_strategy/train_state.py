@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from zero_strategy.activation.units import UnitActivations
@@ -69,6 +70,7 @@ class TrainState(Protocol):
 
     module: nn.Module
     config: ResolvedConfig
+    device: torch.device
     mesh: Mesh
     activations: UnitActivations
     optimizers: list[ShardedOptimizer]

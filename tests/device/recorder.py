@@ -88,6 +88,10 @@ class Stream:
         self.recorder.look()
         self.recorder.learn(self.name, event.clock)
 
+    def synchronize(self) -> None:
+        """The host waits for all that is queued so far."""
+        self.record_event().synchronize()
+
     def record_event(self) -> Event:
         """All that is queued so far."""
         return Event(self.recorder, dict(self.recorder.clock(self.name)))
@@ -112,6 +116,10 @@ class Recorder(TorchDispatchMode):
         self._current = self.computing
 
     # ---- streams, as the product asks for them ----
+
+    def streams_of(self, device: torch.device) -> Recorder | Elsewhere:
+        """The queues of a device, of which there is one."""
+        return self
 
     def new(self) -> Stream:
         """See `Streams`."""
@@ -227,6 +235,17 @@ class Recorder(TorchDispatchMode):
                     del self._memories[key]
                 else:
                     memory.accesses, memory.kept = [], set()
+
+
+class Elsewhere:
+    """Streams of another device of the same process, on which nothing is queued: what names no device may mean it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._computing = Stream(recorder, "computing elsewhere")
+
+    def current(self) -> Stream:
+        """See `Streams`."""
+        return self._computing
 
 
 class RecordedCollectives(Collectives):

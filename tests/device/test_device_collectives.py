@@ -16,21 +16,49 @@ from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 RANK, WORLD = 2, 4
 
 
-class Calls:
-    """Torch's functions for a device, in notes; what they return is done at once."""
+INTEGERS = torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64
+NCCL = frozenset((*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""What `torch.distributed` has a type of NCCL's for."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, backend: str = "cpu:gloo,cuda:nccl") -> None:
+
+class Calls:
+    """Torch's functions for a device, in notes; what they return is done at once, each rank's part being this one's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, backend: str = "cpu:gloo,cuda:nccl", size: int = WORLD) -> None:
         self.made: list[tuple[Any, ...]] = []
+        self.size = size
         patch.setattr(transport, "_native_all_gather", self.all_gather)
         patch.setattr(transport, "_native_reduce_scatter", self.reduce_scatter)
+        patch.setattr(dist, "all_to_all_single", self.all_to_all)
         patch.setattr(dist, "get_backend", lambda group=None: backend)
 
     def all_gather(self, into: Tensor, own: Tensor, *, group: Any, async_op: bool) -> None:
+        assert into.dtype in NCCL
+        into.view(self.size, -1).copy_(own.clone())
         self.made.append(("all_gather", into.data_ptr(), own.data_ptr(), async_op))
 
     def reduce_scatter(self, into: Tensor, flat: Tensor, *, op: Any, group: Any, async_op: bool) -> None:
         self.made.append(("reduce_scatter", into.data_ptr(), flat.data_ptr(), op, async_op))
-        into.fill_(1.0)
+        parts = flat.view(self.size, -1)
+        own = parts[RANK].clone()
+        if op == dist.ReduceOp.AVG:  # the factor has the tensors' dtype
+            own *= torch.tensor(1 / self.size).to(own.dtype)
+        into.copy_(own.double() * self.size)
+
+    def all_to_all(
+        self,
+        into: Tensor,
+        sent: Tensor,
+        *,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        group: Any,
+        async_op: bool,
+    ) -> None:
+        assert into.dtype in NCCL
+        assert sum(output_split_sizes) == into.numel() and sum(input_split_sizes) == sent.numel()
+        into.copy_(sent)
+        self.made.append(("all_to_all", into.dtype))
 
 
 def run(call: str, backend: str = "cpu:gloo,cuda:nccl", **options: Any) -> tuple[Tensor, list[tuple[Any, ...]]]:
@@ -40,7 +68,7 @@ def run(call: str, backend: str = "cpu:gloo,cuda:nccl", **options: Any) -> tuple
         calls = Calls(patch, backend)
         communicator = Communicator(group, CommunicationCounters())
         patch.setattr(communicator, "_carrier", lambda tensor: communicator._device)
-        flat = torch.zeros(WORLD * 8)
+        flat = torch.full((WORLD * 8,), 0.25)
         getattr(communicator, call)(flat, **options).wait()
         return flat, calls.made
 
@@ -53,7 +81,7 @@ def test_a_gather_sends_the_own_slice_from_where_the_result_has_it() -> None:
 def test_a_mean_is_the_collectives_own() -> None:
     flat, made = run("reduce_scatter", factor=1.0 / WORLD)
     assert made == [("reduce_scatter", flat[RANK * 8 :].data_ptr(), flat.data_ptr(), dist.ReduceOp.AVG, True)]
-    assert flat[RANK * 8 :][:8].tolist() == [1.0] * 8  # not divided again
+    assert flat[RANK * 8 :][:8].tolist() == [0.25] * 8  # not divided again
 
 
 @pytest.mark.parametrize(("backend", "factor"), [("gloo", 1.0 / WORLD), ("nccl", 0.5)])
@@ -73,4 +101,44 @@ def test_a_sum_may_be_written_elsewhere() -> None:
     into = torch.zeros(8)
     _, made = run("reduce_scatter", into=into, factor=1.0 / WORLD)
     assert made[0][1] == into.data_ptr()
-    assert into.tolist() == [1.0] * 8
+    assert into.tolist() == [0.25] * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("ranks", [3, 4, 6, 12, 64, 96])
+def test_a_mean_is_as_exact_as_its_dtype(ranks: int, dtype: torch.dtype) -> None:
+    """NCCL's own multiplies by 1/ranks in the tensors' dtype: in 16 bits all gradients grow by 0.2 % at 3, 6, 12 ..."""
+    with pytest.MonkeyPatch.context() as patch, fake_world(RANK, ranks):
+        group: Any = dist.group.WORLD
+        calls = Calls(patch, size=ranks)
+        device = transport.DeviceCollectives(group)
+        values = torch.tensor([1.0, 1.5, 0.375, -2.0]).to(dtype)  # whose sums have no rounding of their own
+        flat = values.repeat(ranks)
+        job = device.reduce_scatter(flat, None, 1.0 / ranks)
+        job.run()
+        if job.then is not None:
+            job.then()
+        assert torch.equal(flat.view(ranks, -1)[RANK], values) or dtype == torch.float32
+        assert torch.allclose(flat.view(ranks, -1)[RANK].double(), values.double(), rtol=torch.finfo(dtype).eps)
+        own_mean = dtype == torch.float32 or ranks in (4, 64)
+        assert calls.made[0][3] == (dist.ReduceOp.AVG if own_mean else dist.ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.bool, torch.float8_e5m2], ids=str)
+def test_what_nccl_does_not_know_travels_as_bytes(dtype: torch.dtype) -> None:
+    with pytest.MonkeyPatch.context() as patch, fake_world(RANK, WORLD):
+        group: Any = dist.group.WORLD
+        Calls(patch)
+        device = transport.DeviceCollectives(group)
+        flat = torch.zeros(WORLD * 4, dtype=dtype)
+        own = torch.tensor([1, 0, 3, 2]).to(dtype)
+        flat[RANK * 4 : RANK * 4 + 4] = own
+        device.all_gather(flat).run()
+        assert flat.view(WORLD, 4).float().tolist() == [own.float().tolist()] * WORLD
+        sent = [torch.full((rank + 1,), 1).to(dtype) for rank in range(WORLD)]
+        wanted = [torch.zeros(rank + 1).to(dtype) for rank in range(WORLD)]
+        job = device.all_to_all(sent, wanted, WORLD)
+        job.run()
+        assert job.then is not None
+        job.then()
+        assert [one.float().sum().item() for one in wanted] == [1.0, 2.0, 0.0, 4.0]

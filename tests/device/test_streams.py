@@ -14,15 +14,17 @@ import torch.distributed as dist
 
 import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
+import zero_strategy.checkpoint.save as save
 import zero_strategy.comm.collectives as collectives
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
-from tests.device.recorder import RecordedCollectives, RecordedWork, Recorder, Stream
+from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder, Stream
 from tests.engine.nets import loss_of, net
 from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
 from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -44,8 +46,8 @@ def device(world: int = 2, recorder: Recorder | None = None) -> Iterator[Recorde
     recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
-        for module in (tier, offload, kept_inputs):
-            patch.setattr(module, "streams_of", lambda device: recorder)
+        for module in (tier, offload, kept_inputs, save):
+            patch.setattr(module, "streams_of", recorder.streams_of)
         step, copies = StreamedStep.__init__, DeviceCopies(CPU)
         patch.setattr(StreamedStep, "__init__", lambda self, store: step(self, store, copies))
         yield recorder
@@ -187,6 +189,31 @@ def test_divided_sequences_wait_as_they_have_to(ulysses: int, window: int | None
     with device(4) as recorder:
         attend(recorder, ulysses, window)
     assert not recorder.races and not recorder.syncs
+
+
+def save_in_background(recorder: Recorder) -> None:
+    """Steps, each with a snapshot of what it has changed; the host reads the snapshot, as the writer does."""
+    model = net(depth=4)
+    engine = ZeroEngine(model, load_config(units={"min_numel": 0}, watchdog="off", stage=2))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine.attach(optimizer)
+    plan, snapshot = engine.saver._plan(catalog_of(engine), [], None), save.Snapshot()
+    with recorder:
+        for _ in range(2):
+            loss_of(model(torch.ones(4, 6))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            copies = snapshot.take(plan, save.pieces_of(engine, state_dict_entries(model), [], [], None))
+            for _, copy in copies:
+                written = copy.loaded().data.view(torch.uint8)
+                HostMemory(written.numel()).bytes[: written.numel()].copy_(written)
+    engine.close()
+
+
+def test_a_snapshot_has_landed_before_it_is_written() -> None:
+    with device() as recorder:
+        save_in_background(recorder)
+    assert not recorder.races
 
 
 # ---------------------------------------------------------------------------------------------- planted defects
@@ -361,6 +388,11 @@ def keys_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ring, "_pass_on", not_waited_for)
 
 
+def snapshot_that_waits_for_the_current_device(patch: pytest.MonkeyPatch) -> None:
+    """The copies are queued on the engine's device, and another one is the current one of the thread."""
+    patch.setattr(Recorder, "streams_of", lambda recorder, device: Elsewhere(recorder))
+
+
 STAGE_2, STAGE_3, ON_HOST = {"stage": 2}, {"stage": 3, "prefetch": 1}, OFFLOADED[0]
 DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], None]]] = [
     (no_wait_for_gathers, partial(train, **STAGE_3)),
@@ -385,6 +417,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (inputs_freed_while_they_are_read, keep_inputs),
     (keys_used_before_they_are_there, attend),
     (matrices_used_before_they_are_there, partial(train, width=64, matrices=True, **STAGE_2)),
+    (snapshot_that_waits_for_the_current_device, save_in_background),
 ]
 
 

@@ -53,12 +53,15 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-def batches(step: int, micro_batches: int, copy: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    step: int, micro_batches: int, copy: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro-batches of one data-parallel copy; the last one is shorter."""
     for number in range(micro_batches):
         rows = 1 if number == micro_batches - 1 else 2
         seed = 1000 * step + 10 * number + copy
         tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+        tokens = tokens.to(device)
         yield tokens[:, :-1], tokens[:, 1:]
 
 
@@ -97,15 +100,15 @@ def config_of(case: Case) -> dict[str, Any]:
     return {"stage": case.zero, "reshard_after_backward": case.release, "pipeline": pipeline}
 
 
-def train(case: Case) -> Found:
-    module = module_of(case)
+def train(case: Case, device: torch.device | str = "cpu") -> Found:
+    module = module_of(case).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     engine = PipelineEngine(module, config_of(case))
     engine.attach(optimizer)
     losses, norms = [], []
     for step in range(STEPS):
         copy = module.mpu().data_parallel_id
-        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, copy))))
+        losses.append(float(engine.forward_backward(batches(step, case.micro_batches, copy, device))))
         norms.append(float(engine.clip_grad_norm_(CLIP)))
         optimizer.step()
         optimizer.zero_grad()
@@ -135,20 +138,20 @@ def test_an_optimizer_with_state_from_the_start(ranks: Launcher) -> None:
     assert max(ranks(2)(with_state_from_the_start)) < 1e-5
 
 
-def train_cases(cases: list[Case]) -> list[Found]:
-    return [train(case) for case in cases]
+def train_cases(cases: list[Case], device: torch.device | str = "cpu") -> list[Found]:
+    return [train(case, device) for case in cases]
 
 
 @functools.cache
-def plain(copies: int, micro_batches: int, tied: bool) -> Found:
+def plain(copies: int, micro_batches: int, tied: bool, device: torch.device | str = "cpu") -> Found:
     """One process and no engine."""
-    module = module_of(Case(1, 1, 0, tied=tied), rank=0)
+    module = module_of(Case(1, 1, 0, tied=tied), rank=0).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     losses, norms = [], []
     for step in range(STEPS):
         total = 0.0
         for copy in range(copies):
-            for inputs, labels in batches(step, micro_batches, copy):
+            for inputs, labels in batches(step, micro_batches, copy, device):
                 loss = loss_of(module(inputs), labels) / (micro_batches * copies)
                 loss.backward()
                 total += float(loss.detach())

@@ -17,7 +17,6 @@ from zero_strategy.pipeline.messages import (
     FIRST_BYTES,
     Channel,
     Layout,
-    PointToPoint,
     Stamp,
     announce,
     describe,
@@ -30,6 +29,7 @@ from zero_strategy.pipeline.messages import (
     take_apart,
     unpack,
 )
+from zero_strategy.pipeline.point_to_point import PointToPoint
 from zero_strategy.pipeline.transport import Inlet, Outlet, failure_of
 
 _STAMP = Stamp(run=3, program=0xFFFFFFFF, micro_batch=2, sequence=1)

@@ -307,8 +307,30 @@ def test_operations_on_lists() -> None:
     private.foreach_add_(tensors, 1)
     private.foreach_mul_(tensors, 3)
     assert [t.tolist() for t in tensors] == [[6, 6], [9, 9, 9]]
+    assert [t.tolist() for t in private.foreach_mul(tensors, [1.0, 2.0])] == [[6, 6], [18, 18, 18]]
+    assert [t.tolist() for t in private.foreach_sub(tensors, tensors)] == [[0, 0], [0, 0, 0]]
+    assert [t.tolist() for t in private.foreach_sqrt(tensors[1:])] == [[3, 3, 3]]
+    norms = private.foreach_norm(tensors, 1.0, dtype=torch.float64)
+    assert [(t.dtype, t.item()) for t in norms] == [(torch.float64, 12), (torch.float64, 27)]
+    others = [torch.ones(2), torch.ones(3)]
+    private.foreach_copy_(others, tensors)
+    private.foreach_sub_(tensors, others)
+    private.foreach_add_(tensors, [2.0, 4.0])
+    private.foreach_div_(tensors, others)
+    assert torch.equal(tensors[0], torch.tensor([2.0, 2.0]) / 6) and torch.equal(
+        tensors[1], torch.tensor([4.0] * 3) / 9
+    )
     private.foreach_zero_(tensors)
     assert not any(t.any() for t in tensors)
+
+
+def test_fused_steps_of_adam() -> None:
+    assert {"cpu", "cuda"} <= set(private.fused_devices())
+    for update, decayed in ((private.fused_adam_, 1.0), (private.fused_adamw_, 0.99)):
+        p, g, m, v = ([torch.full((2,), value)] for value in (1.0, 0.5, 0.0, 0.0))
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        update(p, g, m, v, [], [torch.tensor(1.0)], **options, amsgrad=False, maximize=False)
+        torch.testing.assert_close(p[0], torch.full((2,), decayed - 0.1))
 
 
 # ---- operators ----

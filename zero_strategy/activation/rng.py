@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.activation.settings import ModelParallel
+from zero_strategy.runtime.compute_device import with_index
 
 DEFAULT_NAME = "model-parallel-rng"
 """The state for regions whose weights are divided among model-parallel ranks."""
@@ -44,7 +45,7 @@ def rng_device(device: torch.device | str | int | None = None) -> torch.device:
     chosen = torch.device("cuda" if device is None else device)
     if chosen.type == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return with_index(chosen)
 
 
 def _generator(device: torch.device) -> torch.Generator:

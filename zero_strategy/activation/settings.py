@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import world_rank
 from zero_strategy.config.deepspeed.classify import read_source
+from zero_strategy.runtime.compute_device import synchronize
 from zero_strategy.runtime.terminal import report
 
 if TYPE_CHECKING:
@@ -283,6 +282,5 @@ class Stopwatch:
 
     @staticmethod
     def _now() -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter()

@@ -40,7 +40,7 @@ from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, i
 from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
-from zero_strategy.offload.tier import HostMemory, Tier
+from zero_strategy.offload.tier import HostMemory, Tier, streams_of
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
@@ -85,13 +85,14 @@ class Snapshot:
         if plan is not self._plan or keys != self._keys:
             self._lay_out(plan, live)
             self._plan, self._keys = plan, keys
-        on_device = False
+        devices: dict[torch.device, None] = {}
         for place, (_, piece) in zip(self.places, live, strict=True):
             data = piece.loaded().data
             place.copy_(data, non_blocking=True)
-            on_device = on_device or data.is_cuda
-        if on_device:
-            torch.cuda.current_stream().synchronize()
+            devices[data.device] = None
+        for device in devices:  # on which the copies are queued, whatever the thread's current device is
+            if (streams := streams_of(device)) is not None:
+                streams.current().synchronize()
         return self._copies
 
     def _lay_out(self, plan: CheckpointPlan, live: list[Entry]) -> None:
@@ -183,7 +184,7 @@ class Saver:
 
     def __init__(self, engine: TrainState) -> None:
         self._engine = weakref.proxy(engine)
-        self._snapshot = Snapshot(pinned=torch.cuda.is_available())
+        self._snapshot = Snapshot(pinned=engine.device.type == "cuda")
         self._file_snapshot: FileSnapshot | None = None
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.transport import KEY_VARIABLE, new_key
+from zero_strategy.runtime.compute_device import gpu_of_local_rank, occupy
 from zero_strategy.runtime.torch_private import FileStore
 
 _CALL, _STORE = "call", "store"
@@ -175,7 +176,7 @@ def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> Non
     try:
         name, arguments = pickle.loads(call)
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            occupy(gpu_of_local_rank(rank))
         store = FileStore(str(folder / _STORE), ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         module, _, attribute = name.partition(":")

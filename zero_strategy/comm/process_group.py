@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.gloo_address import connecting_by_gloo
+from zero_strategy.runtime.compute_device import bound_device, current_gpu, gpu_of_local_rank, occupy
 from zero_strategy.runtime.torch_private import HashStore, backend_of
 
 
@@ -48,6 +49,11 @@ def world_rank() -> int:
 def has_process_group() -> bool:
     """True if the default process group was started."""
     return dist.is_initialized()
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group, if it was started."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def group_takes_gpu() -> bool:
@@ -93,7 +99,8 @@ def init_distributed(
     """Start the default process group, unless there is one.
 
     The variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) are set for what was found, since
-    scripts read them. Without any launcher the group is this one process.
+    scripts read them. Without any launcher the group is this one process. With NCCL the rank's GPU becomes the current
+    one: that of the local rank, modulo the GPUs that the process sees.
 
     Args:
         dist_backend: "nccl", "gloo", ...; None: what suits the machine. "nccl" becomes "gloo", with a line that says
@@ -114,6 +121,7 @@ def init_distributed(
         RuntimeError: If gloo cannot connect the ranks; names the address that this one took, and GLOO_SOCKET_IFNAME.
     """
     if dist.is_initialized():
+        _occupy_unchosen(auto_mpi_discovery)
         return
     if dist_init_required is False:
         require_group("dist_init_required=False")
@@ -128,14 +136,30 @@ def init_distributed(
         RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
         MASTER_ADDR=place.address, MASTER_PORT=os.environ.get("MASTER_PORT", str(distributed_port)),
     )  # fmt: skip
-    if backend == "nccl":
-        torch.cuda.set_device(place.local_rank)
+    if "nccl" in backend:
+        occupy(gpu_of_local_rank(place.local_rank))
     if verbose and rank == 0:
         print(f"zero_strategy: {place.world_size} ranks started by {place.launcher}, backend {backend}", flush=True)
     with connecting_by_gloo():
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
         )
+
+
+def _occupy_unchosen(mpi: bool) -> None:
+    """Compute on the GPU of the process group that somebody else has started, or on that of the local rank.
+
+    Not where the script has set another than the first, which is current until somebody sets one.
+    """
+    if "nccl" not in dist.get_backend():
+        return
+    bound = bound_device(default_group())
+    if bound is None and current_gpu().index == 0:
+        with suppress(ValueError):  # the group is there, so it does not matter what the variables do not tell
+            place = discover(os.environ, mpi)
+            bound = None if place is None else gpu_of_local_rank(place.local_rank)
+    if bound is not None:
+        occupy(bound)
 
 
 def _told(rank: int, world_size: int) -> Place | None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import Communicator
+from zero_strategy.runtime.compute_device import gpu_of_group
 from zero_strategy.runtime.torch_private import default_store
 from zero_strategy.watchdog.flight_recorder import CollectiveLog
 from zero_strategy.watchdog.watchdog import Watchdog
@@ -452,7 +453,7 @@ def all_gather_row(row: Sequence[float]) -> list[list[float]]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [list(row)]
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = gpu_of_group(dist.group.WORLD) if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = torch.tensor(row, dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)

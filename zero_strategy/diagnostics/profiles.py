@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zero_strategy.diagnostics.step_clock import Operations
+from zero_strategy.runtime.compute_device import synchronize
 from zero_strategy.runtime.terminal import table
 
 if TYPE_CHECKING:
@@ -281,8 +282,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _now() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter()
 
 

@@ -159,7 +159,7 @@ class StepRecorder:
         self._engine, self._settings = ref(engine), settings
         self._thread = threading.get_ident()
         device = engine.model.device
-        self._clock = StepClock(DeviceClock() if device.type == "cuda" else HostClock())
+        self._clock = StepClock(DeviceClock(device) if device.type == "cuda" else HostClock())
         self._traffic, self._intervals = Traffic(), Intervals()
         self._meter = FlopMeter(engine.module) if settings.flops else None
         self._writer = RunWriter(settings.run_dir, engine.mesh.world_group.rank)

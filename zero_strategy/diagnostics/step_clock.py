@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zero_strategy.fsdp.unshard import tensors_in
+from zero_strategy.runtime.compute_device import synchronize
 from zero_strategy.runtime.torch_private import (
     TorchDispatchMode,
     in_backward,
@@ -81,12 +82,19 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments in the current stream of a CUDA device, so that what the host does meanwhile does not count."""
+    """Moments in the stream on which this thread computes, so that what the host does meanwhile does not count.
+
+    Args:
+        device: Its GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def now(self) -> torch.cuda.Event:
         """An event."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -239,8 +247,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     for _ in range(5):
         begin = time.perf_counter()
         left @ right
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return 2 * width**3 / best
 

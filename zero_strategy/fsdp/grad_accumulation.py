@@ -99,10 +99,10 @@ class DeferredScale:
     """One factor per parameter; two are joined only where their product rounds as one after the other does.
 
     Args:
-        multiply: Carries a factor out on a parameter's values.
+        multiply: Carries a factor out on some parameters' values.
     """
 
-    def __init__(self, multiply: Callable[[int, float], object]) -> None:
+    def __init__(self, multiply: Callable[[Sequence[int], float], object]) -> None:
         self._multiply = multiply
         self._factors: dict[int, float] = {}
 
@@ -129,9 +129,12 @@ class DeferredScale:
     def carry_out(self) -> None:
         """Multiply now."""
         factors, self._factors = self._factors, {}
+        alike: dict[float, list[int]] = {}
         for index, factor in factors.items():
             if factor != 1.0:
-                self._multiply(index, factor)
+                alike.setdefault(factor, []).append(index)
+        for factor, indices in alike.items():
+            self._multiply(indices, factor)
 
     def carry_out_those_that_round(self) -> None:
         """The same, if some factor rounds, as before a look at the result."""
@@ -474,11 +477,23 @@ class ReducedSums:
 
         What somebody has kept of a `p.grad` is changed too if there is no sum; in a tier that is nobody's.
         """
-        piece = self._bucket.piece_of.get(index)
-        if piece is not None and (self.in_memory or not self.empty):
+        self.change_all([index], how)
+
+    def change_all(self, indices: Sequence[int], how: Callable[[Tensor], object]) -> None:
+        """The same of several parameters; neighbours at once, with what lies between them, which is nobody's."""
+        wanted = set(indices)
+        runs: list[tuple[int, int]] = []
+        joins = False
+        for piece in self._bucket.pieces if self.in_memory or not self.empty else ():
+            if piece.index in wanted:
+                start = runs.pop()[0] if joins else piece.offset
+                runs.append((start, piece.offset + piece.numel))
+            joins = piece.index in wanted
+        if runs:
             self._forget_powers()
+        for start, stop in runs:
             for place in self._places:
-                place.change(piece.offset, piece.offset + piece.numel, how)
+                place.change(start, stop, how)
 
     def write(self, place: ShardStorage, piece: Piece, values: Tensor) -> None:
         """Replace a part of what is in `place`: the sum, or what is set aside."""

@@ -30,7 +30,6 @@ from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
-from zero_strategy.runtime.torch_private import foreach_mul_
 
 
 class GradientBucket:
@@ -381,21 +380,17 @@ class GradientBucket:
             for index in indices:
                 self._factors.add(index, factor)
             return
-        self.version += bool(indices)
-        parts = [values for index in indices for values in self.reduced.parts(index)]
-        if parts and self.dtype == torch.float32:
-            foreach_mul_(parts, factor)
-        else:  # on the CPU it rounds the factor to the gradients' dtype, which `mul_` does not
-            for values in parts:
-                values.mul_(factor)
+        if indices:
+            self._multiply(indices, factor)
 
     def round_scales(self) -> None:
         """Carry out the multiplications that round, as before a look at the result."""
         self._factors.carry_out_those_that_round()
 
     @torch.no_grad()
-    def _multiply(self, index: int, factor: float) -> None:
-        self._change(index, lambda values: values.mul_(factor))
+    def _multiply(self, indices: Sequence[int], factor: float) -> None:
+        self.version += 1
+        self.reduced.change_all(indices, lambda values: values.mul_(factor))
 
     def owned_gradients(self) -> dict[int, Tensor | OffloadedPart]:
         """The owned part of every reduced gradient, flat, by parameter index."""

@@ -49,6 +49,7 @@ from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
 from zero_strategy.runtime.torch_private import buffers_of, parameters_of
 
@@ -255,7 +256,7 @@ class ShardedModel:
         _check_module(module)
         _check_tensor_ranks(module, mesh)
         _check_precision(config, compute_dtype)
-        self.device, self._moves = device or device_of(module), device is not None
+        self.device, self._moves = with_index(device or device_of(module)), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config)
         self.engine: object | None = None

@@ -35,6 +35,7 @@ from torch import Tensor
 from zero_strategy.offload.file_io import FileQueue, Kind
 from zero_strategy.offload.file_queues import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, open_queue
 from zero_strategy.offload.state_file import StateFile, Transfer, outcome_of
+from zero_strategy.runtime.compute_device import where_memory_is_held, with_index
 from zero_strategy.runtime.host_bytes import PAGE
 from zero_strategy.runtime.observer import Observed
 
@@ -59,7 +60,7 @@ class CudaStreams:
     """Those of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = with_index(device)
 
     def new(self) -> Any:
         """A stream."""
@@ -395,9 +396,11 @@ class HostMemory:
             self.reason = "this torch sees no CUDA device"
             return
         address = self.bytes.data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+        with where_memory_is_held():
+            code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+            if code:
+                forget_cuda_error()
         if code:
-            forget_cuda_error()
             self.reason = f"cudaHostRegister of {self.nbytes} bytes failed with error {code}"
             return
         self.pinned = True
@@ -406,8 +409,9 @@ class HostMemory:
 
 
 def _unpin(memory: Tensor) -> None:
-    if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
-        _last_cuda_error()
+    with where_memory_is_held():  # a finalizer runs in any thread
+        if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):
+            _last_cuda_error()
 
 
 def forget_cuda_error() -> None:

@@ -24,6 +24,7 @@ from zero_strategy.ops.multi_tensor import (
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
     scale_,
+    stats_on_host,
     unflatten_,
 )
 from zero_strategy.ops.optimizers import (
@@ -51,6 +52,7 @@ __all__ = [
     "lamb_apply_",
     "lamb_rates",
     "grad_stats",
+    "stats_on_host",
     "l2norm",
     "scale_",
     "axpby_",

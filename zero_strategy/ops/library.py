@@ -241,6 +241,14 @@ def has_kernel(name: str, key: str) -> bool:
     return torch_private.has_kernel(f"{NAMESPACE}::{name}", key)
 
 
+def lacks_kernels(device: torch.device) -> bool:
+    """True on a device whose native library is not loaded: torch's own multi-tensor kernels stand in (`ops.foreach`).
+
+    On the CPU the references do, which keep the bits.
+    """
+    return device.type != "cpu" and not (device.type in _KEYS and has_kernel("adam_", _KEYS[device.type]))
+
+
 def _no_result(*args: Any, **kwargs: Any) -> None:
     return None
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.library import check_apart, check_tensors, define, norm_order
+from zero_strategy.ops import foreach
+from zero_strategy.ops.library import check_apart, check_tensors, define, lacks_kernels, norm_order
 
 Tensors = Sequence[Tensor]
 _CHUNK = 1 << 16
@@ -46,6 +47,19 @@ def grad_stats(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tensor, 
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     sums, counts = _grad_stats(tensors, order)
     return sums, counts
+
+
+def stats_on_host(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tensor, Tensor]:
+    """The results of `grad_stats` in host memory, from a device in one wait."""
+    check_tensors({"tensors": tensors}, {})
+    order = norm_order(norm_type)
+    if len(tensors) and lacks_kernels(tensors[0].device):
+        return foreach.stats_on_host(tensors, order)
+    sums, counts = grad_stats(tensors, order)
+    if sums.device.type == "cpu":
+        return sums, counts
+    both = torch.stack([sums, counts.double()]).cpu()  # counts below 2^53 are exact
+    return both[0], both[1].to(torch.int64)
 
 
 def l2norm(tensors: Tensors, per_tensor: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -152,13 +166,15 @@ def _nonfinite(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _grad_stats_reference(tensors: Tensors, norm_type: float) -> tuple[Tensor, Tensor]:
+    if lacks_kernels(tensors[0].device):
+        counted = [foreach.count_nonfinite(tensor) for tensor in tensors]
+        return foreach.power_sums(tensors, norm_type), torch.stack(counted)
     sums, counts = [], []
     for tensor in tensors:
         chunks = tensor.reshape(-1).split(_CHUNK)
         parts = torch.stack([_power_sum(chunk.double(), norm_type) for chunk in chunks])
         sums.append(parts.max() if math.isinf(norm_type) else parts.sum())
-        # A finite sum is one of finite elements: no second pass. Elsewhere, to ask would be to wait for the device.
-        if tensor.device.type == "cpu" and math.isfinite(sums[-1]):
+        if math.isfinite(sums[-1]):  # of finite elements: no second pass
             counts.append(torch.zeros((), dtype=torch.int64))
         else:
             counts.append(torch.stack([_nonfinite(chunk) for chunk in chunks]).sum())

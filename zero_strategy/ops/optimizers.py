@@ -11,7 +11,8 @@ row per segment, so that parameter groups and parameters with step counts of the
 
 All tensors of a call are contiguous and on one device. Arithmetic is float32, each operation of the formulas below
 rounded on its own in the order written, hyper-parameters derived in float64 and rounded once: native kernels and the
-references here give the same bits, on every processor.
+references here give the same bits, on every processor. On a device without the native library torch's own kernels take
+the steps (`ops.foreach`, which says whose bits they have).
 
     adam_     g = g*scale (+ p*weight_decay)     Adam, Kingma and Ba 2015
               m = m + (g - m)*(1 - beta1)
@@ -35,7 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_strategy.ops.library import check_apart, check_table, check_tensors, define
+from zero_strategy.ops import foreach
+from zero_strategy.ops.library import check_apart, check_table, check_tensors, define, lacks_kernels
 
 Tensors = Sequence[Tensor]
 STATES = (torch.float32, torch.bfloat16)
@@ -221,6 +223,9 @@ def _adam_reference(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, hyper: Tensor,
     decoupled: bool,
 ) -> None:  # fmt: skip
+    if lacks_kernels(params[0].device):
+        foreach.adam(params, grads, exp_avgs, exp_avg_sqs, copies, hyper, decoupled)
+        return
     for index, (lr, beta1, beta2, eps, decay, step, scale) in enumerate(_rows(hyper)):
         p = params[index]
         g = _scaled(grads[index], p, scale)
@@ -236,6 +241,9 @@ def _adam_reference(
 
 @torch.no_grad()
 def _lion_reference(params: Tensors, grads: Tensors, exp_avgs: Tensors, copies: Tensors, hyper: Tensor) -> None:
+    if lacks_kernels(params[0].device):
+        foreach.lion(params, grads, exp_avgs, copies, hyper)
+        return
     for index, (lr, beta1, beta2, decay, scale) in enumerate(_rows(hyper)):
         p = params[index]
         g = _scaled(grads[index], p, scale)
@@ -249,6 +257,9 @@ def _lion_reference(params: Tensors, grads: Tensors, exp_avgs: Tensors, copies: 
 
 @torch.no_grad()
 def _adagrad_reference(params: Tensors, grads: Tensors, sums: Tensors, copies: Tensors, hyper: Tensor) -> None:
+    if lacks_kernels(params[0].device):
+        foreach.adagrad(params, grads, sums, copies, hyper)
+        return
     for index, (lr, lr_decay, eps, decay, step, scale) in enumerate(_rows(hyper)):
         p = params[index]
         g = _scaled(grads[index], p, scale)
@@ -264,6 +275,9 @@ def _adagrad_reference(params: Tensors, grads: Tensors, sums: Tensors, copies: T
 def _sgd_reference(
     params: Tensors, grads: Tensors, buffers: Tensors, copies: Tensors, hyper: Tensor, nesterov: bool
 ) -> None:
+    if lacks_kernels(params[0].device):
+        foreach.sgd(params, grads, buffers, copies, hyper, nesterov)
+        return
     for index, (lr, momentum, dampening, decay, fresh, scale) in enumerate(_rows(hyper)):
         p = params[index]
         g = _scaled(grads[index], p, scale)
@@ -281,6 +295,8 @@ def _sgd_reference(
 def _lamb_direction_reference(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Tensor
 ) -> Tensor:
+    if lacks_kernels(params[0].device):
+        return foreach.lamb_direction(params, grads, exp_avgs, exp_avg_sqs, hyper)
     sums = []
     for index, (_, beta1, beta2, eps, decay, step, scale) in enumerate(_rows(hyper)):
         p = params[index]
@@ -296,6 +312,9 @@ def _lamb_direction_reference(
 def _lamb_apply_reference(
     params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, hyper: Tensor, rates: Tensor
 ) -> None:
+    if lacks_kernels(params[0].device):
+        foreach.lamb_apply(params, exp_avgs, exp_avg_sqs, copies, hyper, rates)
+        return
     for index, ((_, beta1, beta2, eps, decay, step, _), (rate,)) in enumerate(
         zip(_rows(hyper), _rows(rates), strict=True)
     ):

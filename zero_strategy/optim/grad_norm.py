@@ -174,9 +174,7 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
         sums[indices] = (norms if math.isinf(norm_type) else norms**norm_type).cpu()
         nonfinite[indices] = torch.stack([(~torch.isfinite(value)).sum() for value in values]).cpu()
     for indices in by_device.values():
-        found, counts = ops.grad_stats([shards[index].detach() for index in indices], norm_type)
-        sums[indices] = found.cpu()
-        nonfinite[indices] = counts.cpu().to(torch.int64)
+        sums[indices], nonfinite[indices] = ops.stats_on_host([shards[index].detach() for index in indices], norm_type)
     return sums, nonfinite
 
 
@@ -190,6 +188,8 @@ class OwnGradients:
 
     def __init__(self, model: ShardedModel, parameters: Callable[[], Iterator[nn.Parameter]]) -> None:
         self._model, self._parameters = model, parameters
+        for device in {bucket.device.type for bucket in model.buckets}:
+            ops.ensure(device)  # whatever the optimizer: norms are taken by its kernels
 
     def _each(self, places: Iterable[tuple[GradientBucket, int]]) -> Iterator[tuple[GradientBucket, int, Shard, float]]:
         """This rank's part of those gradients that the next step will use: bucket, index, values, factor to come."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy import ops
 from zero_strategy.fsdp.dtensor import TensorPart
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.layout import Piece
@@ -26,6 +25,7 @@ from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.ops.library import lacks_kernels
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, rule_in_memory
 from zero_strategy.optim.grad_norm import OwnGradients, Shard
 from zero_strategy.optim.lbfgs import DistributedLBFGS, divided, joined, lbfgs_of
@@ -95,9 +95,6 @@ class ShardedOptimizer:
             )
         self.optimizer, self.model = optimizer, model
         self._begins_with = trial_state(optimizer)
-        if self._rule() is not None:
-            for device in _devices(model):
-                ops.ensure(device)
         self.skip_next = self.skipped = self._fused = self._evaluating = False
         self._declines = declines
         self._pieces: dict[int, tuple[nn.Parameter, Piece, ShardStorage]] = {}
@@ -452,7 +449,7 @@ class ShardedOptimizer:
             self.model.invalidate_unsharded(self._stepped, recorded=True)
 
     def _scaled_gradients(self, gradients: GradientBucket) -> dict[int, tuple[Shard, float]]:
-        if self._fused:
+        if self._fused and (self._offloaded is not None or not lacks_kernels(gradients.bucket.device)):
             return gradients.scaled_gradients()
         return {index: (gradient, 1.0) for index, gradient in gradients.owned_gradients().items()}
 

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from zero_strategy.activation.offload import model_storages
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.agreement import catalog_of
+from zero_strategy.comm.process_group import default_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import device_of
 from zero_strategy.pipeline.engine_setup import (
@@ -56,6 +57,7 @@ from zero_strategy.pipeline.schedules import Kind, build_table, inference
 from zero_strategy.pipeline.state import StageGroups, join_states, part_of_state
 from zero_strategy.pipeline.ties import TiedWeights
 from zero_strategy.planning.buckets import held_whole
+from zero_strategy.runtime.compute_device import occupy
 
 _logger = logging.getLogger(__name__)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -109,13 +111,14 @@ class PipelineEngine(ZeroEngine):
             apply_section(module, resolved.config.deepspeed.pipeline)
         if grid.slice_parallel_size > 1:
             check_divided(module)
-        ties = TiedWeights(module, module.ties, compute_dtype, device or device_of(module), prefix)
+        place = occupy(device or device_of(module), default_group())
+        ties = TiedWeights(module, module.ties, compute_dtype, place, prefix)
         super().__init__(
             root,
             with_units(resolved, module, prefix),
             compute_dtype=compute_dtype,
             weights=weights,
-            device=device,
+            device=None if device is None else place,
             part=part_of(module, root, prefix, ties, resolved.config.timeout_seconds),
         )
         self.pipeline, self.pipe = module, self.mesh.further[PIPE]

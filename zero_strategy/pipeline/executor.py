@@ -2,8 +2,8 @@
 
 It computes, sends, receives, and stops on all ranks when one fails.
 
-Receives are posted before their instructions come (on a GPU: when they do), and waited for when a computation needs
-what they bring; sends are under way while the rank goes on.
+Receives are posted before their instructions come (of a GPU's tensors: when they do), and waited for when a computation
+needs what they bring; sends are under way while the rank goes on.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from zero_strategy.pipeline.instructions import (
 from zero_strategy.pipeline.lowering import KINDS, Order, Orders, read_orders
 from zero_strategy.pipeline.messages import describe, put_together
 from zero_strategy.pipeline.model_chunk import Chunk, StageMessage
+from zero_strategy.pipeline.peers import PipelinePeers
 from zero_strategy.pipeline.schedules import Kind, Placement
 from zero_strategy.pipeline.simulator import Event
-from zero_strategy.pipeline.transport import DataEndedError, PipelineError, PipelinePeers, error_of, failure_of
+from zero_strategy.pipeline.transport import DataEndedError, PipelineError, error_of, failure_of
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import tree_map
 from zero_strategy.watchdog.waits import RankFailedError
@@ -202,7 +203,7 @@ class Executor:
         patience: Seconds that it waits for one from a rank that has not come to the same batch.
         name: Tells pipelines of the same ranks apart, where not all of them run their first batches in one order.
         record: Whether runs have events.
-        ahead: Post receives before the schedule comes to them; None: on the CPU. On a GPU they would occupy it.
+        ahead: Post receives of the host before the schedule comes to them.
         watchdog: Of the engine.
         observed: Who is told of waits for other stages; None: nobody.
 
@@ -234,7 +235,7 @@ class Executor:
         patience: float = 60.0,
         name: str = "pipeline",
         record: bool = False,
-        ahead: bool | None = None,
+        ahead: bool = True,
         watchdog: Watchdog | None = None,
         observed: Observed | None = None,
     ) -> None:
@@ -252,7 +253,6 @@ class Executor:
         stages = [placement.stage_of(self.rank, chunk) for chunk in range(placement.chunks)]
         last = placement.stages - 1
         self.chunks = [Chunk(module, stage, stage == last) for module, stage in zip(chunks, stages)]
-        ahead = self._device.type == "cpu" if ahead is None else ahead
         self._pipeline_peers = PipelinePeers(
             placement, self.rank, world, self._device, timeout, patience, name, ahead, watchdog
         )

@@ -1,4 +1,4 @@
-"""Messages between stages: nested structures of tensors as one run of bytes, sent while the ranks compute.
+"""Messages between stages: nested structures of tensors as one run of bytes.
 
 The tensors are on one side, the structure around them on the other.
 
@@ -19,9 +19,8 @@ description is the structure, and of each tensor shape, dtype and whether it wan
 neither side makes or reads it again. A message that does not fit into what the receiver has posted is announced: a
 message of the posted size, of which the receiver reads the fixed header only, says how long the next one is.
 
-Messages to higher ranks and to lower ones have a process group each: on gloo a connection carries one direction, so
-that none waits until another one has gone by. Channels on one connection are told apart by tags. NCCL knows no tags and
-keeps one order per communicator, so there every channel has a group of its own.
+Tensors of a device travel beside their message (`device_payloads`). The message then ends with the description, and the
+tensors begin at byte 0 of a buffer of their own; whatever the host needs in order to go on reaches it over the host.
 """
 
 from __future__ import annotations
@@ -30,28 +29,15 @@ import dataclasses
 import importlib
 import json
 import struct
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zero_strategy.comm.collectives import CommunicationCounters
-from zero_strategy.comm.store import own_store
 from zero_strategy.fsdp.dtensor import is_dtensor
-from zero_strategy.runtime.torch_private import PrefixStore, default_store
-from zero_strategy.runtime.worker import BackgroundWorker
-from zero_strategy.watchdog.diagnosis import FailureBoard
-from zero_strategy.watchdog.waits import Awaited, BoundedWaits, Group
-from zero_strategy.watchdog.watchdog import Watchdog
 
 Structure = list[Any]
 
@@ -206,8 +192,9 @@ class Layout:
         description: Structure and tensors, as bytes.
         structure: Around the tensors.
         tensors: What they are.
-        offsets: Where they begin.
+        offsets: Where they begin, in the message or in their own buffer.
         nbytes: Of the whole message.
+        payload_bytes: Of the tensors' own buffer; 0 where they are in the message, or take no bytes.
     """
 
     description: bytes
@@ -215,29 +202,38 @@ class Layout:
     tensors: tuple[TensorKind, ...]
     offsets: tuple[int, ...]
     nbytes: int
+    payload_bytes: int = 0
 
 
-def layout(structure: Structure, tensors: Sequence[TensorKind]) -> Layout:
-    """A message for these tensors in this structure."""
+def layout(structure: Structure, tensors: Sequence[TensorKind], beside: bool = False) -> Layout:
+    """A message for these tensors in this structure.
+
+    Args:
+        structure: Around them.
+        tensors: What they are.
+        beside: They are in a buffer of their own.
+    """
     kinds = [[list(kind.shape), str(kind.dtype).removeprefix("torch."), kind.wants_gradient] for kind in tensors]
     description = json.dumps([structure, kinds], separators=(",", ":")).encode()
-    return _place(description, structure, tuple(tensors))
+    return _place(description, structure, tuple(tensors), beside)
 
 
-def read_layout(description: bytes) -> Layout:
+def read_layout(description: bytes, beside: bool = False) -> Layout:
     """The layout of a message with this description."""
     structure, kinds = json.loads(description)
     tensors = tuple(TensorKind(tuple(shape), _DTYPES[dtype], wants) for shape, dtype, wants in kinds)
-    return _place(description, structure, tensors)
+    return _place(description, structure, tensors, beside)
 
 
-def _place(description: bytes, structure: Structure, tensors: tuple[TensorKind, ...]) -> Layout:
-    offsets, end = [], _HEADER_BYTES + len(description)
+def _place(description: bytes, structure: Structure, tensors: tuple[TensorKind, ...], beside: bool) -> Layout:
+    begin = _HEADER_BYTES + len(description)
+    offsets, end = [], 0 if beside else begin
     for kind in tensors:
         end = -(-end // ALIGNMENT) * ALIGNMENT
         offsets.append(end)
         end += kind.nbytes
-    return Layout(description, structure, tensors, tuple(offsets), end)
+    message, payload = (begin, end) if beside else (end, 0)
+    return Layout(description, structure, tensors, tuple(offsets), message, payload)
 
 
 def kind_of(tensor: Tensor, wants_gradient: bool) -> TensorKind:
@@ -260,15 +256,34 @@ def pack(stamp: Stamp, plan: Layout, tensors: Sequence[Tensor | None], buffer: T
         tensors: Their elements are copied; None: left as it is in the buffer.
         buffer: uint8, of `plan.nbytes` or more.
     """
-    _write(buffer, 0, _fixed(_DATA, stamp, plan.nbytes, len(plan.description)) + plan.description)
+    write_header(stamp, plan, buffer)
+    write_tensors(plan, tensors, buffer)
+
+
+def write_header(stamp: Stamp, plan: Layout, buffer: Tensor, number: int = 0) -> None:
+    """Write a message's own words.
+
+    Args:
+        stamp: What it belongs to.
+        plan: Of its tensors.
+        buffer: uint8, on the host.
+        number: Of the tensors' own buffer among all that go from this rank to that one, from 1; 0: there is none.
+    """
+    _write(buffer, 0, _fixed(_DATA, stamp, plan.nbytes, len(plan.description), number) + plan.description)
+
+
+def write_tensors(plan: Layout, tensors: Sequence[Tensor | None], buffer: Tensor) -> None:
+    """Copy tensors to where the layout has them in a buffer; the host does not wait for a device."""
     for tensor, kind, offset in zip(tensors, plan.tensors, plan.offsets):
         if tensor is not None and kind.nbytes:
-            _view(buffer, kind, offset).copy_(tensor.detach())
+            # Pageable memory has been read when the call returns; pinned memory is read later, and may change by then.
+            is_read_late = buffer.is_cuda and tensor.is_cpu and tensor.is_pinned()
+            _view(buffer, kind, offset).copy_(tensor.detach(), non_blocking=not is_read_late)
 
 
 def announce(stamp: Stamp, nbytes: int, buffer: Tensor) -> None:
     """Write into a buffer of the posted size that the message follows in one of `nbytes`."""
-    _write(buffer, 0, _fixed(_ANNOUNCEMENT, stamp, nbytes, 0))
+    _write(buffer, 0, _fixed(_ANNOUNCEMENT, stamp, nbytes, 0, 0))
 
 
 class Header(NamedTuple):
@@ -278,6 +293,8 @@ class Header(NamedTuple):
     announced: int | None
     """Bytes of the message that follows; None: this is one."""
     description: bytes
+    number: int
+    """Of the buffer that its tensors are in, see `write_header`."""
 
 
 def read_header(buffer: Tensor) -> Header:
@@ -287,18 +304,19 @@ def read_header(buffer: Tensor) -> Header:
         ValueError: If these bytes are no message.
     """
     start = _read(buffer, 0, FIRST_BYTES)  # at once: each look at a tensor's bytes costs more than the bytes do
-    magic, kind, run, program, micro_batch, sequence, nbytes, length, _ = _FIXED.unpack_from(start)
+    magic, kind, run, program, micro_batch, sequence, nbytes, length, number = _FIXED.unpack_from(start)
     if magic != _MAGIC or kind not in (_DATA, _ANNOUNCEMENT):
         raise ValueError(f"what came is no message of a pipeline: it begins with {start[:8]!r}")
     stamp = Stamp(run, program, micro_batch, sequence)
     if kind == _ANNOUNCEMENT:
-        return Header(stamp, nbytes, b"")
+        return Header(stamp, nbytes, b"", 0)
     end = _HEADER_BYTES + length
-    return Header(stamp, None, start[_HEADER_BYTES:end] if end <= len(start) else _read(buffer, _HEADER_BYTES, length))
+    description = start[_HEADER_BYTES:end] if end <= len(start) else _read(buffer, _HEADER_BYTES, length)
+    return Header(stamp, None, description, number)
 
 
 def unpack(buffer: Tensor, plan: Layout) -> list[Tensor]:
-    """The tensors of a received message: they lie in `buffer`, and keep it alive.
+    """The tensors of a received message: they lie in `buffer`, the message or their own, and keep it alive.
 
     Each has a version counter of its own, so that changing one in place does not make the others look changed.
     """
@@ -318,30 +336,17 @@ def _view(buffer: Tensor, kind: TensorKind, offset: int) -> Tensor:
     return whole.set_(buffer.untyped_storage(), start // kind.dtype.itemsize, kind.shape, tuple(reversed(strides)))
 
 
-def _fixed(kind: int, stamp: Stamp, nbytes: int, length: int) -> bytes:
-    words = _FIXED.pack(_MAGIC, kind, *(number & 0xFFFFFFFF for number in stamp), nbytes, length, 0)
+def _fixed(kind: int, stamp: Stamp, nbytes: int, length: int, payload: int) -> bytes:
+    words = _FIXED.pack(_MAGIC, kind, *(number & 0xFFFFFFFF for number in stamp), nbytes, length, payload)
     return words.ljust(_HEADER_BYTES, b"\0")
 
 
 def _write(buffer: Tensor, offset: int, content: bytes) -> None:
-    if buffer.is_cpu:
-        buffer.numpy()[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
-        return
-    words = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    buffer[offset : offset + len(content)].copy_(words)
+    buffer.numpy()[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
 
 
 def _read(buffer: Tensor, offset: int, length: int) -> bytes:
-    return bytes(buffer[offset : offset + length].cpu().numpy()) if length else b""
-
-
-_LARGE_BYTES = 1 << 20
-"""Of a message that a thread posts: posting copies to the socket as much as it takes."""
-_MOST_SMALL_BYTES = 32 << 20
-"""Of small messages, until a thread lets go of those that have arrived."""
-_LOOK_SECONDS = 0.0002
-_BACKUP_SECONDS = 60.0
-"""By which gloo's own time-out is longer than ours."""
+    return bytes(buffer[offset : offset + length].numpy()) if length else b""
 
 
 class Channel(NamedTuple):
@@ -356,204 +361,3 @@ class Channel(NamedTuple):
     source: int
     target: int
     tag: int
-
-
-class PointToPoint:
-    """The transport between some ranks. Made, and made again after a failure, by all of them together.
-
-    Args:
-        ranks: World ranks that take part, in the order of their numbers here.
-        channels: All that will be used, by any of them.
-        device: Of the messages.
-        timeout: Seconds that a wait may take.
-        patience: Seconds of a wait in which the other rank must come to this rank's batch.
-        name: Tells transports of these ranks apart where not all make them in one order; equal on all ranks.
-        title: This rank in words, for errors.
-        watchdog: Of the engine; its failure is one of this transport, too.
-
-    Attributes:
-        rank: This rank's number among `ranks`.
-        counters: Messages and bytes sent, by kind.
-        waits: How this rank waits.
-    """
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        channels: Sequence[Channel],
-        *,
-        device: torch.device,
-        timeout: float,
-        patience: float,
-        name: str,
-        title: str,
-        watchdog: Watchdog | None = None,
-    ) -> None:
-        self.ranks = list(ranks)
-        self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
-        self.counters = CommunicationCounters()
-        key = _unused_key(f"pipeline/{name}/{'-'.join(map(str, self.ranks))}", self.rank, len(self.ranks))
-        self._groups = _make_groups(self.ranks, channels, device, timeout + _BACKUP_SECONDS, key)
-        board = FailureBoard(own_store(len(self.ranks)), key)
-        groups = list(dict.fromkeys(self._groups.values()))
-        self.waits = BoundedWaits(self.ranks[self.rank], title, groups, board, timeout, patience, watchdog)
-        end = self.waits.break_connections
-        self._senders = {group: _DeviceSender() if group.on_device else _Sender(end) for group in groups}
-        weakref.finalize(self, self.waits.stop)
-
-    def post(self, buffer: Tensor, channel: Channel) -> Any:
-        """Receive into a buffer what is sent next on a channel.
-
-        Args:
-            buffer: uint8; exactly as long as the message.
-
-        Returns:
-            To be given to `wait`.
-        """
-        with self.waits.watching(self._awaited("a message", channel.source)):
-            return self._groups[channel].receive(buffer, channel.source, channel.tag)
-
-    def send(self, buffer: Tensor, channel: Channel, kind: str, done: Callable[[], None]) -> None:
-        """Send a buffer.
-
-        Args:
-            buffer: uint8; unchanged until `done` is called.
-            channel: From this rank.
-            kind: Under which it is counted.
-            done: Called, maybe in a thread, when the buffer is free.
-        """
-        self.counters.add(kind, buffer.numel(), 1)
-        group = self._groups[channel]
-
-        def post() -> Any:
-            return group.send(buffer, channel.target, channel.tag)
-
-        with self.waits.watching(self._awaited("room for a message", channel.target)):
-            self._senders[group].send(post, buffer.numel(), done)
-
-    def wait(self, work: Any, what: str, peer: str, channel: Channel) -> None:
-        """Wait for what `post` has returned.
-
-        Raises:
-            RankFailedError: If it cannot come; names `peer` and `what`, or what has failed elsewhere.
-        """
-        self.waits.wait(work, Awaited(what, peer, self.ranks[channel.source]))
-
-    def finish_sends(self) -> None:
-        """Wait until everything is sent."""
-        for sender in self._senders.values():
-            with self.waits.watching(Awaited("its messages to arrive", "a neighbour", self.ranks[self.rank])):
-                sender.finish()
-
-    def close(self) -> None:
-        """End all connections."""
-        self.waits.stop()
-        self.waits.break_connections()
-
-    def _awaited(self, what: str, rank: int) -> Awaited:
-        return Awaited(what, f"rank {self.ranks[rank]}", self.ranks[rank])
-
-
-class _Sender:
-    """Posts messages in their order. Small ones are looked after at the end; for others a thread notices their end."""
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._poster, self._reaper = BackgroundWorker(interrupt=interrupt), BackgroundWorker(interrupt=interrupt)
-        self._posting: Future[None] | None = None
-        self._under_way: deque[Future[None]] = deque()
-        self._small: list[tuple[Any, Callable[[], None]]] = []
-        self._small_bytes = 0
-
-    def send(self, post: Callable[[], Any], nbytes: int, done: Callable[[], None]) -> None:
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
-        if nbytes < _LARGE_BYTES and (self._posting is None or self._posting.done()):
-            self._small.append((post(), done))
-            self._small_bytes += nbytes
-            if self._small_bytes > _MOST_SMALL_BYTES:
-                self._reap(self._small)
-                self._small, self._small_bytes = [], 0
-            return
-        posted: list[tuple[Any, Callable[[], None]]] = []
-        self._posting = self._poster.submit(lambda: posted.append((post(), done)))
-        self._reap(posted, self._posting)
-
-    def finish(self) -> None:
-        for work, done in self._small:
-            work.wait()
-            done()
-        self._small, self._small_bytes = [], 0
-        while self._under_way:
-            self._under_way.popleft().result()
-
-    def _reap(self, posted: list[tuple[Any, Callable[[], None]]], after: Future[None] | None = None) -> None:
-        def reap() -> None:
-            if after is not None:
-                after.result()
-            while posted:
-                work, done = posted.pop(0)
-                work.wait()
-                done()
-
-        self._under_way.append(self._reaper.submit(reap))
-
-
-class _DeviceSender(_Sender):
-    """Posting takes no time, and a wait would hold the stream: messages are looked after now and then instead."""
-
-    def __init__(self) -> None:
-        self._posted: deque[tuple[Any, Callable[[], None]]] = deque()
-
-    def send(self, post: Callable[[], Any], nbytes: int, done: Callable[[], None]) -> None:
-        self._posted.append((post(), done))
-        self._look()
-
-    def finish(self) -> None:
-        while self._posted:
-            self._look()
-            time.sleep(_LOOK_SECONDS if self._posted else 0)
-
-    def _look(self) -> None:
-        while self._posted and self._posted[0][0].is_completed():
-            self._posted.popleft()[1]()
-
-
-def _unused_key(name: str, rank: int, size: int) -> str:
-    """A name in the store that no transport of these ranks has had before: each rank counts its own."""
-    if size == 1:
-        return name
-    store: Any = default_store()
-    return f"{name}/{store.add(f'zero_strategy/{name}/made/{rank}', 1)}"
-
-
-def _make_groups(
-    ranks: list[int], channels: Sequence[Channel], device: torch.device, seconds: float, key: str
-) -> dict[Channel, Group]:
-    """By channel, what carries it; only channels of this rank.
-
-    They are made by their classes: `new_group` may give a group the name that a broken one of the same ranks had, and
-    would find that one's addresses in the store.
-    """
-    if len(ranks) == 1:
-        return {}
-    local, timeout = ranks.index(dist.get_rank()), timedelta(seconds=seconds)
-    store: Any = default_store()
-
-    def place(name: str) -> PrefixStore:
-        return PrefixStore(f"zero_strategy/{key}/{name}", store)
-
-    if device.type == "cpu":
-        down, up = (
-            Group(dist.ProcessGroupGloo(place(way), local, len(ranks), timeout), list(range(len(ranks))))
-            for way in ("down", "up")
-        )
-        return {channel: down if channel.source < channel.target else up for channel in channels}
-    found = {}
-    for channel in channels:
-        pair = sorted(channel[:2])
-        if local in pair:
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(place("-".join(map(str, channel))), pair.index(local), 2, options)
-            found[channel] = Group(backend, pair)
-    return found

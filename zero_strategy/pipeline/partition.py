@@ -39,6 +39,7 @@ from zero_strategy.pipeline.building import (
     modules_of,
     random_state_kept,
 )
+from zero_strategy.runtime.compute_device import gpus_of, synchronize
 from zero_strategy.runtime.torch_private import storage_key, tree_leaves, tree_map
 
 Weight = int | float
@@ -390,8 +391,8 @@ def _detached(leaf: Any) -> Any:
 
 
 def _wait(values: Any) -> None:
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(values)):
-        torch.cuda.synchronize()
+    for device in gpus_of(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+        synchronize(device)
 
 
 T = TypeVar("T")

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from zero_strategy.runtime.compute_device import on
+
 PAGE = 4096
 """Bytes; a multiple of the logical block size of any disk in use."""
 
@@ -135,8 +137,9 @@ class Transfer:
 
     def _staging(self, chunk: torch.Tensor) -> torch.Tensor:
         if self._buffer is None:
-            pinned = chunk.device.type == "cuda"
-            self._buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+            with on(chunk.device):
+                pinned = chunk.device.type == "cuda"
+                self._buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[: chunk.numel()]
 
 

@@ -28,6 +28,7 @@ from torch.autograd import Variable
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -187,10 +188,25 @@ has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 
 foreach_add_: Any = torch._foreach_add_
 foreach_copy_: Any = torch._foreach_copy_
-foreach_mul_: Any = torch._foreach_mul_
 foreach_div_: Any = torch._foreach_div_
+foreach_mul: Any = torch._foreach_mul
+foreach_mul_: Any = torch._foreach_mul_
+foreach_norm: Any = torch._foreach_norm
+foreach_sqrt: Any = torch._foreach_sqrt
+foreach_sub: Any = torch._foreach_sub
+foreach_sub_: Any = torch._foreach_sub_
 foreach_zero_: Any = torch._foreach_zero_
-"""An operation on each of a list of tensors, in one launch where they are on a GPU."""
+"""An operation on each of a list of tensors, in few launches where they are on a GPU."""
+
+fused_adam_: Any = torch._fused_adam_
+fused_adamw_: Any = torch._fused_adamw_
+"""Steps of Adam over lists of tensors, one kernel for all of its operations."""
+
+
+def fused_devices() -> list[str]:
+    """Types of the devices that have those."""
+    return list(_get_fused_kernels_supported_devices())
+
 
 # ---- operators ----
 

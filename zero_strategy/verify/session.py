@@ -26,6 +26,7 @@ from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import LossScaler
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
+from zero_strategy.runtime.compute_device import current_gpu
 from zero_strategy.verify.compare import Comparison, Difference, PhaseCount, VerifyReport
 from zero_strategy.verify.reference_run import ReferenceRun, StepRecord, Tensors, flat_state
 from zero_strategy.verify.subject import (
@@ -184,7 +185,7 @@ class ShardedRun:
 def place_to_train(ranks: int) -> torch.device:
     """Devices of the ranks of this host: a GPU each if there are enough and their group takes it, else the CPU."""
     if group_takes_gpu() and torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
-        return torch.device("cuda", torch.cuda.current_device())
+        return current_gpu()
     return torch.device("cpu")
 
 

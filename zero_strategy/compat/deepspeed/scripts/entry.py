@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from zero_strategy.checkpoint.deferred import is_deferred
-from zero_strategy.comm.process_group import discover, init_distributed, require_group, world_size
+from zero_strategy.comm.process_group import default_group, discover, init_distributed, require_group, world_size
 from zero_strategy.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.scripts.data import OptimizerOwner, PlainBackward, check_scheduler_of
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
@@ -30,6 +30,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.runtime.compute_device import bound_device, gpu_of_local_rank, occupy
 from zero_strategy.runtime.torch_private import map_tensors
 
 
@@ -146,7 +147,7 @@ def initialize(
     ranks = _data_parallel_ranks(model, mpu)
     settings = settings_of(chosen, ranks, pipeline=isinstance(model, PipelineModule))
     _check_sources(settings, optimizer, lr_scheduler)
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = occupy(_device_of(local_rank), default_group())
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         _move(model, device)
     scaled = settings.compute_dtype == torch.float16
@@ -241,6 +242,13 @@ def _local_rank(args: Any) -> int:
     if place is not None:
         os.environ["LOCAL_RANK"] = str(given)  # of launchers that only give the argument
     return given
+
+
+def _device_of(local_rank: int) -> torch.device:
+    """The GPU of this rank: that of the process group if it has been made for one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return bound_device(default_group()) or gpu_of_local_rank(local_rank)
 
 
 def _data_parallel_ranks(model: nn.Module, mpu: Any) -> int:
