@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
 from tests.device.allocator import TimedDevice
+from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import ActivationStore
+from zero_strategy.activation.settings import CheckpointSettings
+from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.offload.tier import HeldCopy, HeldForCopies
 
 UNITS, KEPT, NBYTES = 32, 4, 1 << 16
@@ -92,3 +96,27 @@ def test_memory_kept_for_a_stream_that_the_host_has_left_behind_is_found(
     monkeypatch.setattr(HeldForCopies, "use", lambda self, copy, memory: device.current().wait_event(copy.event))
     forward, _ = train(device, passes=1)
     assert forward > 20 * UNIT
+
+
+def keep(device: TimedDevice) -> int:
+    """Bytes that the allocator has taken when as many records of inputs have been kept as there are units."""
+    kept = KeptInputs(CheckpointSettings(checkpoint_in_cpu=True), Communicator(None, CommunicationCounters()))
+    with device:
+        x, records = torch.ones(NBYTES // 4), []
+        for _ in range(UNITS):
+            for _ in range(KEPT):
+                x = x.sin()
+            records.append(kept.keep([x]))
+        for record in reversed(records):
+            for _ in range(KEPT):
+                x = x.sin()
+            x = x + record.fetch(0)
+    return device.reserved
+
+
+def test_inputs_of_checkpoints_on_the_host_are_there_two_at_a_time(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_inputs, "streams_of", lambda _: device)
+    assert keep(device) <= 6 * NBYTES
+    assert not device.races and not device.syncs
