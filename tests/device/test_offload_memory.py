@@ -15,7 +15,9 @@ from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import ActivationStore
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.offload.tier import HeldCopy, HeldForCopies
+from zero_strategy.offload.chunk_store import ChunkStore
+from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.offload.tier import DeviceCopies, HeldCopy, HeldForCopies, HostTier
 
 UNITS, KEPT, NBYTES = 32, 4, 1 << 16
 UNIT = KEPT * NBYTES
@@ -120,3 +122,24 @@ def test_inputs_of_checkpoints_on_the_host_are_there_two_at_a_time(
     monkeypatch.setattr(kept_inputs, "streams_of", lambda _: device)
     assert keep(device) <= 6 * NBYTES
     assert not device.races and not device.syncs
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_on_their_way_down_are_those_of_one_bucket(device: TimedDevice, first: bool) -> None:
+    """With the sum that they are added to; the buffers that they come from are used again at once."""
+    store = ChunkStore(HostTier(), NBYTES // 16, copies=DeviceCopies(torch.device("cpu"), device))
+    vectors = store.add({str(number): VectorSpec(NBYTES // 4, torch.float32) for number in range(UNITS)}).values()
+    for vector in vectors:
+        vector.write(0, torch.ones(NBYTES // 4))
+    with device:
+        buffer = torch.full((NBYTES // 4,), 0.5)
+        for vector in vectors:
+            buffer.mul_(1.0)  # as long as the copies take, or the device waits for them
+            vector.add_all(buffer, first=first, factor=0.5)
+        assert device.time() < device.time("computing") / 4, "the host is no longer ahead"
+        assert device.reserved <= (1 + (1 if first else 2)) * NBYTES
+        assert not device.syncs
+        for vector in vectors:
+            assert bool((vector.read(0, vector.numel) == (0.25 if first else 1.25)).all())
+    assert not device.races
+    store.close()
