@@ -238,6 +238,7 @@ class ZeroEngine:
             further=part.further_groups,
             rank_labels=part.rank_labels,
         )
+        self.mesh.warm_up(self.device)
         self.sequence = SequenceGroup(self.mesh.sequence, zero.mesh.ulysses or zero.mesh.sequence)
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]

@@ -5,14 +5,16 @@ collectives by a transport that puts them on a stream of their own. Every stream
 touches what another stream touches, one of the two writing, must come after it by waits. So must the return of memory
 to the allocator, which hands it out on the stream that allocated it, unless it is kept for the other stream.
 
-Memory that torch did not allocate (`HostMemory`) is the host's: operations among such tensors alone are the host's own,
-and must come after what streams do there by waits of the host.
+Memory that torch did not allocate (`HostMemory`) is the host's, and pinned; memory that is made without naming a device
+is the host's as well, and not pinned (`host_waits`). Operations among such tensors alone are the host's own, and must
+come after what streams do there by waits of the host. The host waits for the device in events, in blocking copies
+between the two, and where it reads what the device has computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.device.host_waits import blocks_host, host_reads
 from zero_strategy.comm.transport import Collectives, Job
 
 HOST = "the host"
-_READS_VALUES = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero")
 _NO_VALUES = ("aten.empty", "aten.view", "aten.as_strided", "aten.detach", "aten.alias", "aten.set_", "aten.slice")
 Clock = dict[str, int]
 
@@ -49,6 +51,8 @@ class Memory:
     reference: StorageWeakRef
     stream: str
     host: bool
+    pinned: bool = True
+    """Of the host's."""
     kept: set[str] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
     taken: int = 0
@@ -61,16 +65,17 @@ class Event:
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self.recorder, self.clock = recorder, clock
 
+    def query(self) -> bool:
+        """True if it has come: always, as everything is done at once. The host then knows."""
+        self.recorder.look()
+        self.recorder.learn(HOST, self.clock)
+        return True
+
     def synchronize(self) -> None:
         """The host waits for it."""
         self.recorder.look()
         self.recorder.syncs.append("an event")
         self.recorder.learn(HOST, self.clock)
-
-    def query(self) -> bool:
-        """True if the host knows that it is over."""
-        known = self.recorder.clock(HOST)
-        return all(known.get(stream, 0) >= tick for stream, tick in self.clock.items())
 
 
 class Stream:
@@ -114,6 +119,19 @@ class Recorder(TorchDispatchMode):
         self._made = 0
         self.computing = Stream(self, "computing")
         self._current = self.computing
+        self._inside: list[ExitStack] = []
+
+    def __enter__(self) -> Recorder:
+        """Take notes."""
+        self._inside.append(ExitStack())
+        self._inside[-1].enter_context(host_reads(self))
+        entered: Recorder = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        """No more notes."""
+        super().__exit__(*error)
+        self._inside.pop().close()
 
     # ---- streams, as the product asks for them ----
 
@@ -172,11 +190,40 @@ class Recorder(TorchDispatchMode):
                     if name.startswith("aten.empty") and not memory.accesses:
                         memory.taken = self.clock(memory.stream).get(memory.stream, 0)
             return result
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._note_made(given, result)
         self.operation(name, *_touched(func, args, kwargs or {}, result))
-        if name in _READS_VALUES and not all(self._memory(t).host for t in tree_leaves(args) if isinstance(t, Tensor)):
-            self.syncs.append(name)
-            self.learn(HOST, self.clock(self._current.name))
+        if what := blocks_host(func, args, kwargs or {}, given, self):
+            self.host_waits(what)
         return result
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """See `Device`."""
+        return self._memory(tensor).host
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """See `Device`."""
+        return self._memory(tensor).pinned
+
+    def make_host(self, tensor: Tensor) -> None:
+        """See `Device`."""
+        memory = self._memory(tensor)
+        memory.host, memory.pinned = True, False
+        memory.accesses = []  # it was made, not computed
+
+    def host_waits(self, what: str) -> None:
+        """See `Device`."""
+        self.syncs.append(what)
+        self.learn(HOST, self.clock(self._current.name))
+
+    def _note_made(self, given: list[Tensor], result: Any) -> None:
+        """Results of tensors of the host alone are the host's."""
+        if not given or not all(map(self.is_host, given)):
+            return
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in known:
+                self.make_host(made)
 
     def operation(self, what: str, read: list[Tensor], written: list[Tensor], stream: str | None = None) -> None:
         """Something is queued on a stream, the current one unless it is given, that touches these."""
@@ -195,7 +242,8 @@ class Recorder(TorchDispatchMode):
             memory.accesses.append(access)
 
     def _compare(self, new: Access, memory: Memory) -> None:
-        if new.stream != memory.stream and self.clock(new.stream).get(memory.stream, 0) < memory.taken:
+        elsewhere = new.stream != memory.stream and not memory.host
+        if elsewhere and self.clock(new.stream).get(memory.stream, 0) < memory.taken:
             self._tell(f"{new.what} on {new.stream} does not wait for {memory.stream}, which took the memory")
         for old in memory.accesses:
             meets = old.start < new.stop and new.start < old.stop and (old.writes or new.writes)
@@ -229,7 +277,8 @@ class Recorder(TorchDispatchMode):
                 continue
             if memory.reference.expired() or not _bytes_of(memory.reference):
                 for access in memory.accesses:
-                    if not (self._is_over(access, memory.stream) or access.stream in memory.kept):
+                    known = self._is_over(access, memory.stream) or self._is_over(access, HOST)
+                    if not (known or access.stream in memory.kept):
                         self._tell(f"memory is given back to {memory.stream} while {access.stream} does {access.what}")
                 if memory.reference.expired():
                     del self._memories[key]

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import zero_strategy.comm.transport as transport
 from tests.device.fake_ranks import fake_world
+from tests.device.gpus import Gpus
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 
 RANK, WORLD = 2, 4
 
@@ -32,12 +35,12 @@ class Calls:
         patch.setattr(dist, "all_to_all_single", self.all_to_all)
         patch.setattr(dist, "get_backend", lambda group=None: backend)
 
-    def all_gather(self, into: Tensor, own: Tensor, *, group: Any, async_op: bool) -> None:
+    def all_gather(self, into: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> None:
         assert into.dtype in NCCL
         into.view(self.size, -1).copy_(own.clone())
         self.made.append(("all_gather", into.data_ptr(), own.data_ptr(), async_op))
 
-    def reduce_scatter(self, into: Tensor, flat: Tensor, *, op: Any, group: Any, async_op: bool) -> None:
+    def reduce_scatter(self, into: Tensor, flat: Tensor, *, group: Any, op: Any = None, async_op: bool = False) -> None:
         self.made.append(("reduce_scatter", into.data_ptr(), flat.data_ptr(), op, async_op))
         parts = flat.view(self.size, -1)
         own = parts[RANK].clone()
@@ -95,6 +98,33 @@ def test_a_sum_is_left_as_it_is() -> None:
     flat, made = run("reduce_scatter")
     assert made[0][3] == dist.ReduceOp.SUM
     assert flat[RANK * 8 :][:8].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_ranks_are_connected_before_the_first_collective(backend: str) -> None:
+    """By each way that buckets go; gloo has connected them when the group was made."""
+    with pytest.MonkeyPatch.context() as patch, fake_world(RANK, WORLD):
+        Gpus(patch, WORLD)
+        calls = Calls(patch, backend)
+        made: list[Any] = []
+        zeros = torch.zeros
+        patch.setattr(torch, "zeros", lambda *size, device=None: made.append(device) or zeros(*size))
+        Communicator(dist.group.WORLD, CommunicationCounters()).warm_up(torch.device("cpu"))
+        assert not calls.made
+        Communicator(dist.group.WORLD, CommunicationCounters()).warm_up(torch.device("cuda", 1))
+        assert [call[0] for call in calls.made] == (["all_gather", "reduce_scatter"] if backend == "nccl" else [])
+        assert made == ([torch.device("cuda", 1)] if backend == "nccl" else [])
+
+
+def test_an_engine_connects_each_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[tuple[Communicator, torch.device]] = []
+    monkeypatch.setattr(Communicator, "warm_up", lambda self, device: warmed.append((self, device)))
+    with fake_world(RANK, WORLD):
+        settings = load_config(stage=2, watchdog="off", mesh={"replicate": 2, "shard": 2})
+        engine = ZeroEngine(torch.nn.Linear(4, 4), settings)
+        mesh = engine.mesh
+        assert warmed == [(one, engine.device) for one in (mesh.gather, mesh.reduce, mesh.replicate, mesh.sequence)]
+        engine.close()
 
 
 def test_a_sum_may_be_written_elsewhere() -> None:

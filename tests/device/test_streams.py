@@ -25,6 +25,7 @@ from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.checkpoint.agreement import catalog_of, state_dict_entries
+from zero_strategy.checkpoint.contents import pieces_of
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -75,7 +76,7 @@ def train(
         for _ in range(3):
             for _ in range(micro):
                 shape = (4, 16, width) if width > 6 else (4, width)
-                loss_of(model(torch.ones(shape, dtype=dtype)).float()).backward()
+                loss_of(model(torch.ones(shape, dtype=dtype, device=CPU)).float()).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -141,8 +142,9 @@ def keep_inputs(recorder: Recorder) -> None:
     """Two calls of a function whose inputs wait on the host; one of them is not dense."""
     settings = CheckpointSettings(checkpoint_in_cpu=True)
     kept = KeptInputs(settings, Communicator(None, CommunicationCounters()))
+    ones = partial(torch.ones, device=CPU)
     with recorder:
-        records = [kept.keep([torch.ones(64, 64) * 2, (torch.ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
+        records = [kept.keep([ones(64, 64) * 2, (ones(64, 65) * 2)[:, 1:]]) for _ in range(2)]
         for record in reversed(records):
             found = [record.fetch(number) * 1 for number in range(2)]
             assert all(bool((one == 2).all()) for one in found)
@@ -158,10 +160,10 @@ def copy_and_forget(recorder: Recorder) -> None:
     """A copy to the host whose source nobody holds any more, and one back."""
     copies, host = DeviceCopies(CPU, recorder), HostMemory(4096).bytes
     with recorder:
-        landing = copies.down(torch.ones(4096, dtype=torch.uint8) * 3, host)
-        torch.zeros(1)  # another may get the memory
+        landing = copies.down(torch.ones(4096, dtype=torch.uint8, device=CPU) * 3, host)
+        torch.zeros(1, device=CPU)  # another may get the memory
         landing.on_host()
-        copies.up(host, found := torch.empty(4096, dtype=torch.uint8)).on_device()
+        copies.up(host, found := torch.empty(4096, dtype=torch.uint8, device=CPU)).on_device()
         assert bool((found == 3).all())
 
 
@@ -203,7 +205,7 @@ def save_in_background(recorder: Recorder) -> None:
             loss_of(model(torch.ones(4, 6))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            copies = snapshot.take(plan, save.pieces_of(engine, state_dict_entries(model), [], [], None))
+            copies = snapshot.take(plan, pieces_of(engine, list(state_dict_entries(model)), [], [], None))
             for _, copy in copies:
                 written = copy.loaded().data.view(torch.uint8)
                 HostMemory(written.numel()).bytes[: written.numel()].copy_(written)
@@ -244,7 +246,7 @@ def memory_of_a_gather_resized_early(patch: pytest.MonkeyPatch) -> None:
         start(self)
         if self._pending is not None and not self.placement.in_place:
             self.flat.untyped_storage().resize_(0)
-            torch.zeros(1)  # another may get the memory
+            torch.zeros(1, device=CPU)  # another may get the memory
             self.flat.untyped_storage().resize_(self.flat.nbytes)
 
     patch.setattr(ParameterBucket, "start_unshard", start_and_free)
@@ -454,7 +456,7 @@ def test_writes_to_parameters_and_reads_on_demand_wait_for_nothing(
                         block.up.weight.mul_(0.9)
                         block.down.weight.data.clamp_(-0.1, 0.1)
                         block.down.bias.data = block.down.bias.data * 0.5
-                loss_of(model(torch.ones((4, 6), dtype=dtype)).float()).backward()
+                loss_of(model(torch.ones((4, 6), dtype=dtype, device=CPU)).float()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         engine.close()

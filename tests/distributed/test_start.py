@@ -7,12 +7,17 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.device.fake_ranks import fake_world
+from tests.device.gpus import Gpus
 from tests.warm import run_warm
-from zero_strategy.comm.process_group import Place, discover, first_host
+from zero_strategy.comm import process_group
+from zero_strategy.comm.process_group import Place, discover, first_host, init_distributed, port_of_job
 from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +60,105 @@ def test_what_is_missing_is_named() -> None:
         discover({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"})
     with pytest.raises(ValueError, match="WORLD_SIZE is 2, but RANK is not set"):
         discover({"WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="RANK is 1, but WORLD_SIZE is not set"):
+        discover({"RANK": "1"})
+    assert discover({"RANK": "1", **SRUN}) == Place(3, 4, 1, "gpu07", "srun")
+
+
+class Started:
+    """`init_process_group` of torch, and GPUs, on paper; variables of a launcher."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, env: dict[str, str], seen: int, current: int = 0) -> None:
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+            patch.delenv(name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # to be put back
+            patch.setenv(name, "")
+            patch.delenv(name)
+        for name, value in env.items():
+            patch.setenv(name, value)
+        self.gpus, self.asked = Gpus(patch, seen, current), dict[str, Any]()
+        patch.setattr(dist, "init_process_group", self._start)
+
+    def _start(self, backend: str, **options: Any) -> None:
+        self.asked = {"backend": backend, **options, "current": self.gpus.current}
+
+
+@pytest.mark.parametrize(("seen", "current"), [(1, 0), (2, 1), (4, 3)])
+def test_each_task_of_srun_takes_a_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch, seen: int, current: int) -> None:
+    """`srun --gpus-per-task=1`: every task sees one GPU, number 0."""
+    started = Started(monkeypatch, {**SRUN, "SLURM_LOCALID": "3", "SLURM_JOB_ID": "71234"}, seen)
+    init_distributed(verbose=False)
+    assert started.asked["backend"] == "nccl" and started.asked["current"] == current
+    assert os.environ["LOCAL_RANK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("env", "port"),
+    [
+        ({**SRUN, "SLURM_JOB_ID": "71234"}, "16234"),
+        ({**SRUN, "SLURM_JOB_ID": "71235", "SLURM_STEP_ID": "0"}, "16235"),
+        ({**SRUN, "SLURM_JOB_ID": "71234", "SLURM_STEP_ID": "1"}, "17231"),
+        ({**SRUN, "SLURM_JOB_ID": "71234", "MASTER_PORT": "1234"}, "1234"),
+        ({**SRUN, "SLURM_JOB_ID": "71234", "MASTER_PORT": ""}, "16234"),
+        (SRUN, "15000"),
+        (MPICH, "29500"),
+    ],
+)
+def test_slurm_jobs_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], port: str) -> None:
+    Started(monkeypatch, env, 1)
+    init_distributed(verbose=False)
+    assert os.environ["MASTER_PORT"] == port
+
+
+def test_a_port_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    Started(monkeypatch, {**SRUN, "SLURM_JOB_ID": "71234"}, 1)
+    init_distributed(verbose=False, distributed_port=4321)
+    assert os.environ["MASTER_PORT"] == "4321"
+
+
+def test_jobs_of_one_node_have_different_ports() -> None:
+    ids = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(900, 964) for step in range(8)]
+    ports = [port_of_job(env) for env in ids]
+    assert len(set(ports)) == len(ports) and all(15000 <= port < 25000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("bound", "before", "after"), [(None, 0, 1), (None, 2, 2), (torch.device("cuda", 3), 0, 3)], ids=str
+)
+def test_a_group_that_is_there_leads_to_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, bound: torch.device | None, before: int, after: int
+) -> None:
+    """The script has started it: without saying a GPU, after `set_device(2)`, with `device_id`."""
+
+    class Group:
+        bound_device_id = bound
+
+    started = Started(monkeypatch, TORCHRUN, 4, before)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(process_group, "default_group", Group)
+    init_distributed()
+    assert not started.asked and started.gpus.current == after
+
+
+def test_groups_of_the_host_are_made_beside_a_bound_group_without_its_communicator() -> None:
+    with fake_world(0, 4):
+        default = dist.group.WORLD
+        assert default is not None
+        default.bound_device_id = torch.device("cuda", 0)
+        seen: list[Any] = []
+
+        def new_group(ranks: list[int], **options: Any) -> object:
+            seen.append((options["backend"], default.bound_device_id))
+            return object()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "new_group", new_group)
+            for backend in ("gloo", None):
+                process_group.own_group([[0, 1]], backend=backend)
+        assert seen == [("gloo", None), (None, torch.device("cuda", 0))]
+        assert default.bound_device_id == torch.device("cuda", 0)
+        default.bound_device_id = None
 
 
 @pytest.mark.parametrize(

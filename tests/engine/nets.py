@@ -56,4 +56,5 @@ def seeded(build: type[nn.Module], *args: object, seed: int = 0, **kwargs: objec
 
 def loss_of(output: Tensor) -> Tensor:
     """A loss with a gradient that depends on every output."""
-    return (output * torch.linspace(-1.0, 1.0, output.numel()).view_as(output)).sum() + output.square().mean()
+    factors = torch.linspace(-1.0, 1.0, output.numel(), device=output.device).view_as(output)
+    return (output * factors).sum() + output.square().mean()

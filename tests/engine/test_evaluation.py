@@ -121,6 +121,34 @@ def test_uneven_evaluation_on_three_ranks(ranks: Launcher) -> None:
         assert all(right for _, right in found), found
 
 
+def messages_of_evaluation(kind: int, batches: list[int]) -> tuple[int, int]:
+    """Messages of the host in an evaluation, and how many units the model has."""
+    training = ShardedTraining(STAGE_3)
+    model = Several()
+    training.shard(model)
+    engine = training.own
+    before = engine.counters.calls["control"]
+    with torch.no_grad():
+        for number in range(batches[training.rank]):
+            model.order = number
+            with engine.shared_step():
+                model.kind(kind, training.data(number, 2, 6))
+        engine.drain()
+    return engine.counters.calls["control"] - before, len(engine.model.units)
+
+
+@pytest.mark.parametrize(("kind", "first"), [(0, 1), (2, 1), (0, 0)])
+def test_a_batch_is_announced_and_not_each_unit(ranks: Launcher, kind: int, first: int) -> None:
+    """One message before it, and one after it where some ranks have none.
+
+    Units are told in the first step alone: all of them where no rank has seen a step, else those that were there then.
+    """
+    batches = [first, 6]
+    for messages, units in ranks(2, timeout=30)(messages_of_evaluation, kind, batches):
+        told = messages - first - 2 * (6 - first) - 1
+        assert units > 3 and told == (units if first == 0 else kind == 2)
+
+
 @pytest.mark.parametrize("batches", [[0, 2], [2, 0], [0, 0]])
 def test_a_rank_without_any_batch(ranks: Launcher, batches: list[int]) -> None:
     for kind in (0, 3):

@@ -44,7 +44,7 @@ def _cases(ranks: int) -> list[Case]:
     ]
 
 
-def _train(cases: list[Case], ahead: bool | None = None) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
+def _train(cases: list[Case], ahead: bool = True) -> list[tuple[Tensor | None, dict[str, Tensor]]]:
     """All cases, one after the other; pipelines of one placement are used again for all numbers of micro-batches."""
     rank, found = dist.get_rank(), []
     executors: dict[Placement, tuple[Executor, list[nn.Module]]] = {}
@@ -69,7 +69,6 @@ def test_gradients_have_the_bits_of_one_process(ranks: Launcher, count: int) -> 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_receives_posted_when_the_schedule_comes_to_them(ranks: Launcher, count: int) -> None:
-    """As on a GPU."""
     cases = [case for case in _cases(count) if case.micro_batches in (3, 8)]
     _compare(cases, ranks(count)(_train, cases, False))
 

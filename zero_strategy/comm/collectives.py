@@ -318,6 +318,11 @@ class Communicator:
         """The watchdog ends, and this object goes on."""
         self._instrumentation.track = None
 
+    def warm_up(self, device: torch.device) -> None:
+        """Connect the ranks for tensors of a device, if their first collective would do it; nothing on the CPU."""
+        if self.group is not None and device.type == "cuda":
+            self._device.warm_up(device)
+
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
         self._host.abort()

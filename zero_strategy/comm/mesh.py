@@ -22,6 +22,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
@@ -299,6 +300,11 @@ class Mesh:
             )
         mesh._join(further())
         return mesh
+
+    def warm_up(self, device: torch.device) -> None:
+        """Connect the ranks by which tensors of a device go, before the first of them does. All ranks call it."""
+        for communicator in dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)):
+            communicator.warm_up(device)
 
     def close(self) -> None:
         """End the groups, in the same order on all ranks, and what watches them. All ranks call it.

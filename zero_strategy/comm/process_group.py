@@ -15,8 +15,8 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,6 +76,7 @@ class Place(NamedTuple):
     launcher: str
 
 
+_SRUN = "srun"
 _OMPI = "OMPI_COMM_WORLD_"
 _MPI = (
     ("Open MPI", f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
@@ -106,7 +107,8 @@ def init_distributed(
         dist_backend: "nccl", "gloo", ...; None: what suits the machine. "nccl" becomes "gloo", with a line that says
             so, where there is no GPU.
         auto_mpi_discovery: Look for the variables of srun and mpirun where torchrun's are missing.
-        distributed_port: Port on rank 0's host, where MASTER_PORT does not say.
+        distributed_port: Port on rank 0's host, where MASTER_PORT does not say. Under srun 29500, which every script
+            has, stands for a port of the job's own: see `port_of_job`.
         verbose: Print on rank 0 what was found.
         timeout: Of collectives.
         init_method: A URL for torch, such as "tcp://host:port" or "file:///path"; None: by the variables.
@@ -134,7 +136,7 @@ def init_distributed(
         return
     os.environ.update(
         RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
-        MASTER_ADDR=place.address, MASTER_PORT=os.environ.get("MASTER_PORT", str(distributed_port)),
+        MASTER_ADDR=place.address, MASTER_PORT=os.environ.get("MASTER_PORT") or str(_port(place, distributed_port)),
     )  # fmt: skip
     if "nccl" in backend:
         occupy(gpu_of_local_rank(place.local_rank))
@@ -144,6 +146,27 @@ def init_distributed(
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
         )
+
+
+_JOB_PORTS = range(15000, 25000)
+"""Below those that Linux gives to outgoing connections, from 32768 on."""
+
+
+def port_of_job(env: Mapping[str, str]) -> int:
+    """Port for rank 0 of a Slurm job: 15000 + (SLURM_JOB_ID + 997 x SLURM_STEP_ID) mod 10000.
+
+    All tasks of a step come to the same one; jobs that share a node, which have near numbers, and steps that run at the
+    same time in one job, come to different ones.
+    """
+    job, step = (int(found) if (found := env.get(name, "")).isdigit() else 0 for name in _JOB_AND_STEP)
+    return _JOB_PORTS[(job + 997 * step) % len(_JOB_PORTS)]
+
+
+_JOB_AND_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def _port(place: Place, asked: int) -> int:
+    return port_of_job(os.environ) if place.launcher == _SRUN and asked == DEFAULT_PORT else asked
 
 
 def _occupy_unchosen(mpi: bool) -> None:
@@ -205,6 +228,11 @@ def discover(env: Mapping[str, str], mpi: bool = True) -> Place | None:
     found = (_of_srun(env) or _of_mpirun(env)) if mpi else None
     if found is None and int(env.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(f"WORLD_SIZE is {env['WORLD_SIZE']}, but RANK is not set; start the script with torchrun")
+    if found is None and env.get("RANK"):
+        raise ValueError(
+            f"RANK is {env['RANK']}, but WORLD_SIZE is not set: this process would train alone; start the script with "
+            "torchrun, or set both"
+        )
     return found
 
 
@@ -214,7 +242,7 @@ def _of_srun(env: Mapping[str, str]) -> Place | None:
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     address = _address(env, first_host(hosts) if hosts else None)
     size = int(env["SLURM_STEP_NUM_TASKS"])
-    return Place(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", "0")), address, "srun")
+    return Place(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", "0")), address, _SRUN)
 
 
 def _of_mpirun(env: Mapping[str, str]) -> Place | None:
@@ -274,11 +302,32 @@ def own_group(
     """
     mine = None
     for ranks in lists:  # every rank takes part in making every group
-        with connecting_by_gloo():  # the first group of gloo where the default one is on GPUs
+        # The first group of gloo where the default one is on GPUs.
+        with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext():
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """Inside, groups are made as if the default one had not been bound to a GPU (`device_id`).
+
+    Of a bound one torch splits NCCL's communicator for each new group, on the ranks that are not in it, too, and
+    whatever the new group's backend is. Those that are in a group of gloo do not, so where some rank is in no group of
+    a list, ranks would wait for each other without end.
+    """
+    default = default_group()
+    bound = bound_device(default)
+    if default is None or bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def end_group(group: ProcessGroup) -> None:

@@ -50,7 +50,7 @@ from zero_strategy.comm.shared_memory import (
     SharedMemoryExchange,
     TensorMessage,
 )
-from zero_strategy.runtime.compute_device import gpu_of_group
+from zero_strategy.runtime.compute_device import gpu_of_group, on
 from zero_strategy.runtime.torch_private import backend_of, timeout_of
 from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.watchdog.flight_recorder import TransportError
@@ -429,6 +429,19 @@ class DeviceCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self._is_nccl = group is not None and "nccl" in dist.get_backend(group)
+
+    def warm_up(self, device: torch.device) -> None:
+        """One element by each of the ways that buckets go. Only queued; the ranks have met to make the communicator.
+
+        NCCL makes the communicator of a group at its first collective, for seconds, and asks the current device which
+        one it is for. That would be inside of a hook of the first backward, in a thread of autograd.
+        """
+        if not self._is_nccl or self.size == 1:
+            return
+        with on(device), transport_errors():
+            flat = torch.zeros(self.size, device=device)
+            _native_all_gather(flat, self._own_slice(flat), group=self.group)
+            _native_reduce_scatter(self._own_slice(flat), flat, group=self.group)
 
     def _own_slice(self, flat: Tensor) -> Tensor:
         count = flat.numel() // self.size

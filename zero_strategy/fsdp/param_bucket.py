@@ -323,6 +323,19 @@ class ParameterBucket:
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
         return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
+    @outside_inference
+    def gather_for_others(self) -> None:
+        """Take part in a gather of ranks that need it. This rank's values stay as they are, gathered or not."""
+        if not self.placement.shard_parameters:
+            return
+        aside = torch.empty(self.layout.numel, dtype=self.flat.dtype, device=self.device)
+        first = None
+        if self.placement.in_place:
+            aside[self.slice].copy_(self.flat[self.slice])
+        else:
+            first = self.shard.bring_into(aside[self.slice])
+        self.mesh.gather.all_gather(aside, first=first, of=self.names).wait()
+
     def _shard_arrives(self) -> Callable[[], Landing | None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
         if self.placement.in_place:

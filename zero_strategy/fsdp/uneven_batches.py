@@ -1,6 +1,10 @@
 """Ranks with different numbers of batches: joined training with weight 0, shared evaluation.
 
-While there are ranks without a batch left, those with one tell them of every unit before they gather it.
+In evaluation, ranks without a batch left take part in the gathers of those with one. Most steps gather the same units
+in the same order as the step before, so that order is the plan of the next step, where all ranks have seen the same:
+one message before a batch tells that, and one after it that nothing follows. Another gather than the plan's cannot be
+told to ranks that wait in the plan's next one already. So the rank that needs it takes part in the rest of the plan
+first, aside of its own values, and then tells of each further gather before it starts.
 
     for batch, weight in engine.join_batches(loader):
         (loss_fn(model(batch)) * weight).backward()
@@ -21,11 +25,13 @@ Ranks that divide layers among them (tensor parallelism) count as one, and must 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from copy import copy
 from enum import IntEnum
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -42,25 +48,37 @@ class SharedEvaluation:
 
     def __init__(self, model: ShardedModel, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
+        self._plan: list[int] = []
+        """What the last step had: numbers of units that were gathered, and, above them, agreements."""
+        self._step: _UnevenStep | None = None
 
     @contextmanager
     def shared_step(self) -> Iterator[None]:
-        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3).
-
-        While there are such ranks, those with a batch tell them of every unit before they gather it.
-        """
+        """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3)."""
         unsharder = self._model.unsharder
-        if unsharder is None or self._mesh.world_size == 1 or all(self._exchange(1)):
+        if unsharder is None or self._mesh.world_size == 1:
             yield
             return
+        everyone = self.exchange(1 + self._digest())
+        if min(everyone) > 0:
+            self._plan = unsharder.launched = []
+            try:
+                yield
+            finally:
+                unsharder.launched = None
+            return
         unsharder.release_idle()  # as in `drain`: nothing is gathered on any rank
-        unsharder.announce_to(self._announce)
+        step = self._step = _UnevenStep(self._model, self, self._agreed(everyone))
+        unsharder.announce_to(step.come_to)
         try:
             yield
         finally:
+            self._step = None
             unsharder.announce_to(None)
             unsharder.release_idle()
-            self._exchange(_STEP_OVER)
+            step.follow_plan()
+            self.exchange(_STEP_OVER)
+            self._plan = step.done
 
     def drain(self) -> None:
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
@@ -68,11 +86,16 @@ class SharedEvaluation:
         if unsharder is None or self._mesh.world_size == 1:
             return
         unsharder.release_idle()
-        while any(self._exchange(0)):
-            while (number := max(self._exchange(_NOTHING))) >= 0:
-                if number < len(unsharder.units):  # else ranks with a batch agree on something
+        while max(everyone := self.exchange(-1 - self._digest())) > 0:
+            step = _UnevenStep(self._model, self, self._agreed(everyone))
+            step.follow_plan()
+            done = list(step.plan)
+            while (number := max(self.exchange(_NOTHING))) >= 0:
+                done.append(min(number, step.above))
+                if number < step.above:  # else ranks with a batch agree on something
                     unsharder.units[number].gather()
                     unsharder.units[number].release()
+            self._plan = done
 
     def agree(self, value: int) -> int:
         """In a step: the least value of all ranks that have a batch, where these must gather alike (stage 3).
@@ -84,10 +107,49 @@ class SharedEvaluation:
         if unsharder is None or self._mesh.world_size == 1:
             return value
         above = len(unsharder.units)
-        return min(other for other in self._exchange(above + value) if other != _NOTHING) - above
+        if self._step is not None:
+            self._step.come_to_agreement()
+        elif unsharder.launched is not None:
+            unsharder.launched.append(above)
+        return min(other for other in self.exchange(above + value) if other != _NOTHING) - above
 
-    def _announce(self, number: int) -> None:
-        everyone = self._exchange(number)
+    def exchange(self, number: int) -> list[int]:
+        """A number of every rank."""
+        return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
+
+    def _digest(self) -> int:
+        return crc32(array("q", self._plan).tobytes()) & 0x3FFFFFFF
+
+    def _agreed(self, everyone: list[int]) -> list[int]:
+        """The plan, if it is that of all ranks."""
+        return self._plan if len({abs(one) for one in everyone}) == 1 else []
+
+
+class _UnevenStep:
+    """A step in which some ranks have no batch.
+
+    Args:
+        model: What is evaluated.
+        evaluation: The ranks.
+        plan: What those without a batch do by themselves.
+
+    Attributes:
+        plan: See the argument.
+        done: What this rank has come to.
+        above: The number of an agreement, which is no unit.
+    """
+
+    def __init__(self, model: ShardedModel, evaluation: SharedEvaluation, plan: list[int]) -> None:
+        self._model, self._evaluation, self.plan = model, evaluation, plan
+        self.done: list[int] = []
+        self.above = len(model.units)
+        self._at = 0
+
+    def come_to(self, number: int) -> None:
+        """A gather is about to start on this rank, which has a batch."""
+        if self._is_next(number):
+            return
+        everyone = self._evaluation.exchange(number)
         if len({other for other in everyone if other != _NOTHING}) > 1:
             names = {
                 rank: "the end of the step" if other == _STEP_OVER else repr(self._model.units[other].name)
@@ -98,8 +160,28 @@ class SharedEvaluation:
                 f"ranks evaluate different parts of the model, which stage 3 cannot serve while it is sharded: {names}"
             )
 
-    def _exchange(self, number: int) -> list[int]:
-        return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
+    def come_to_agreement(self) -> None:
+        """An exchange among ranks with a batch is about to start, in which the others take part."""
+        self._is_next(self.above)
+
+    def follow_plan(self) -> None:
+        """Take part in what is left of the plan, as ranks without a batch do."""
+        while self._at < len(self.plan):
+            number, self._at = self.plan[self._at], self._at + 1
+            if number == self.above:
+                self._evaluation.exchange(_NOTHING)
+            else:
+                for bucket in self._model.units[number].buckets:
+                    bucket.gather_for_others()
+
+    def _is_next(self, number: int) -> bool:
+        """True if the others come to this by themselves; else they have done the rest of the plan."""
+        self.done.append(number)
+        if self.plan[self._at : self._at + 1] == [number]:
+            self._at += 1
+            return True
+        self.follow_plan()
+        return False
 
 
 WAYS_OUT = (

@@ -130,6 +130,7 @@ class Unsharder:
         trace: Units in the order in which they were used since the last `start_trace`.
         checksum: Tells the sequence of gathers so far, announced ones left out.
         skipped: Where ranks may skip different layers: what gathers them in one order on all ranks.
+        launched: Takes the number of every unit whose gather starts; None: nobody asks.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Unsharder:
         self._grad_began = False
         self._borrowed: list[Unit] = []
         self.skipped: LayerTurns | None = None
+        self.launched: list[int] | None = None
         self._handles: list[Any] = []
         for unit in self.units:
             self._hook(unit)
@@ -251,6 +253,8 @@ class Unsharder:
                 self.checksum = (self.checksum * 31 + number + 1) % 32749
             else:
                 self._announce(number)
+            if self.launched is not None:
+                self.launched.append(number)
             unit.start_unshard()
 
     def fetch_ahead(self, units: Iterable[Unit]) -> None:

@@ -54,7 +54,7 @@ def ways_of(channels: Sequence[Channel]) -> list[Way]:
 def device_groups(
     channels: Sequence[Channel], rank: int, seconds: float, place: Callable[[str], PrefixStore]
 ) -> dict[Way, Group]:
-    """What carries tensors on this rank's ways, in the order of `ways_of`.
+    """Carriers of tensors on this rank's ways, in the order of `ways_of`.
 
     Made by their class: `new_group` may give a group the name that a broken one of the same ranks had.
 
@@ -139,9 +139,9 @@ class DevicePayloads:
         return work
 
     def _follow(self, work: Any, awaited: Awaited, other: int) -> None:
-        # The work itself would hold the buffer until the host looks, long after the device is done with it.
-        over = work.is_completed
-        if self._streams is not None:
+        if self._streams is None:
+            over = work.is_completed
+        else:  # the work itself would hold the buffer until the host looks, long after the device is done with it
             self._ends = self._ends or self._streams.new()
             with self._streams.within(self._ends):
                 work.wait()

@@ -11,9 +11,11 @@ process whose model is on `cuda:3` each of them would silently be about another 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -112,6 +114,39 @@ def synchronize(device: torch.device | None = None) -> None:
             torch.cuda.synchronize(current_gpu())
     elif device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Inside, this thread may ask events of a GPU while another thread captures a CUDA graph.
+
+    A capture begins in the mode "global" unless it is told otherwise: an unsafe call of any thread meanwhile, such as
+    `Event.query`, fails, and breaks the capture. No thread can see another's. But one may say that its own calls are
+    harmless, as torch does for those of NCCL's watchdog: they touch no stream that is captured.
+    """
+    exchange = _exchange_of_capture_modes() if torch.cuda.is_initialized() else None
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))  # takes the one before
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+_RELAXED = 2
+"""`cudaStreamCaptureModeRelaxed`."""
+
+
+@cache
+def _exchange_of_capture_modes() -> Callable[[Any], int] | None:
+    """CUDA's function, in the runtime that torch has loaded; None: it was linked otherwise."""
+    try:
+        return cast("Callable[[Any], int]", ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode)
+    except AttributeError:
+        return None
 
 
 def gpus_of(tensors: Iterable[Tensor]) -> list[torch.device]:

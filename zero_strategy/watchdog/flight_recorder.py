@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from zero_strategy.runtime.compute_device import beside_captures
 from zero_strategy.watchdog.diagnosis import Begun, DesyncError, Failure, Wait, named, shown
 
 _LONGEST = 250
@@ -192,21 +193,24 @@ class CollectiveLog:
 
     def waited(self, watched: CollectiveRecord) -> None:
         """The caller has waited for one of these: its tensors are not held for longer, whenever the device is done."""
-        if self._device.type != "cuda" or watched.work.is_completed():
-            watched.work = None
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing() or watched.work.is_completed():
+            watched.work = None  # a stream beside a capture must not wait for what is captured
             return
-        # On a stream on which nothing else is, an event comes when the collective is over, whatever is computed.
-        self._stream = self._stream or torch.cuda.Stream(self._device)
+        # On a stream on which nothing else is, an event comes when the collective is over, whatever is computed. One
+        # for each group, since a stream is in order. torch hands the streams of a priority out in turns, 32 of them:
+        # copies and NCCL take those of the default one.
+        self._stream = self._stream or torch.cuda.Stream(self._device, priority=-1)
         with torch.cuda.stream(self._stream):
             watched.work.wait()
             watched.work = _DeviceEnd(self._stream.record_event())
 
     def oldest_under_way(self) -> CollectiveRecord | None:
         """The first such one that is not over."""
-        for watched in list(self._works):
-            work = watched.work
-            if work is not None and not work.is_completed():
-                return watched
+        with beside_captures() if self._device.type == "cuda" else contextlib.nullcontext():
+            for watched in list(self._works):
+                work = watched.work
+                if work is not None and not work.is_completed():
+                    return watched
         return None
 
     def recent(self) -> dict[int, Begun]:
