@@ -29,6 +29,8 @@ class Block:
     nbytes: int
     stream: str
     noted: Memory
+    fresh: bool
+    """It was not in use before."""
 
 
 class TimedDevice(Recorder):
@@ -78,6 +80,15 @@ class TimedDevice(Recorder):
 
     # ---- memory ----
 
+    def make_host(self, tensor: Tensor) -> None:
+        """See `Recorder`; it is no memory of the device, then."""
+        super().make_host(tensor)
+        block = self._blocks.pop(tensor.untyped_storage()._cdata, None)
+        if block is not None and block.fresh:
+            self.reserved -= block.nbytes
+        elif block is not None:
+            self._free[block.stream].append(block.nbytes)
+
     def _memory(self, tensor: Tensor) -> Memory:
         found = super()._memory(tensor)
         storage = tensor.untyped_storage()
@@ -87,8 +98,8 @@ class TimedDevice(Recorder):
             self._release(self._blocks.pop(key))
             known = None
         if known is None and not found.host and storage.nbytes() and key not in self._outside:
-            self._blocks[key] = Block(found.reference, storage.nbytes(), found.stream, found)
-            self._take(found.stream, storage.nbytes())
+            fresh = self._take(found.stream, storage.nbytes())
+            self._blocks[key] = Block(found.reference, storage.nbytes(), found.stream, found, fresh)
         return found
 
     def look(self) -> None:
@@ -98,7 +109,8 @@ class TimedDevice(Recorder):
                 self._release(self._blocks.pop(key))
         super().look()
 
-    def _take(self, stream: str, nbytes: int) -> None:
+    def _take(self, stream: str, nbytes: int) -> bool:
+        """Take memory; true if there was none that could be used again."""
         now, waiting = self.time(), self._deferred
         self._deferred = [each for each in waiting if each[0] > now]
         for at, home, size in waiting:
@@ -109,6 +121,7 @@ class TimedDevice(Recorder):
             self._free[stream].remove(min(fitting))
         else:
             self.reserved += nbytes
+        return not fitting
 
     def _release(self, block: Block) -> None:
         kept = block.noted.kept - {block.stream}

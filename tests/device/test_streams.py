@@ -364,13 +364,16 @@ def activations_freed_while_they_leave(patch: pytest.MonkeyPatch) -> None:
 
 def inputs_freed_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
     """`KeptRecord.fill` did so: it kept the copy that its own stream had made."""
-    keep = Recorder.keep
+    hold = HeldForCopies.hold
 
-    def kept_if_dense(self: Recorder, tensor: torch.Tensor, stream: Any) -> None:
-        if tensor.is_contiguous():
-            keep(self, tensor, stream)
+    def held_if_dense(self: HeldForCopies, tensor: torch.Tensor, event: Any) -> HeldCopy | None:
+        return hold(self, tensor, event) if tensor.is_contiguous() else None
 
-    patch.setattr(Recorder, "keep", kept_if_dense)
+    patch.setattr(HeldForCopies, "hold", held_if_dense)
+
+
+def inputs_used_before_they_are_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeldForCopies, "use", nothing)
 
 
 def matrices_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
@@ -419,6 +422,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
     (activations_used_before_they_are_back, partial(train, width=64, **ACTIVATIONS)),
     (activations_freed_while_they_leave, partial(train, width=64, **ACTIVATIONS)),
     (inputs_freed_while_they_are_read, keep_inputs),
+    (inputs_used_before_they_are_back, keep_inputs),
     (keys_used_before_they_are_there, attend),
     (matrices_used_before_they_are_there, partial(train, width=64, matrices=True, **STAGE_2)),
     (snapshot_that_waits_for_the_current_device, save_in_background),

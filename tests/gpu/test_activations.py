@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.activation.unit_nets import Transformer, seeded
 from tests.engine.nets import loss_of
@@ -71,3 +72,88 @@ def test_memory_on_the_host_is_page_locked_and_stays(nccl: object) -> None:  # n
         taken.append(store.blocks.taken)
     assert taken[0] == taken[1] == taken[2] > 0
     assert engine.ledger().only(category="activations", tier="host").total.taken == taken[0]
+
+
+ROWS, LARGE, UNITS = 8192, 4096, 24
+TENSOR = ROWS * LARGE * 2
+UNIT = 2 * TENSOR
+"""Bytes that a unit keeps for its backward."""
+
+
+class Busy(nn.Module):
+    """Computes for longer than what it keeps is on its way to the host, and takes the host no time to queue."""
+
+    def __init__(self, scratch: torch.Tensor, matrix: torch.Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(LARGE, device="cuda", dtype=torch.bfloat16))
+        self._work = [scratch, matrix]
+
+    def work(self, x: torch.Tensor) -> None:
+        scratch, matrix = self._work
+        with torch.no_grad():
+            for _ in range(16):
+                torch.mm(x.detach(), matrix, out=scratch)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.work(x)
+        y = torch.sin(x * self.gain)
+        if y.requires_grad:
+            y.register_hook(self.work)
+        return y
+
+
+def busy_engine(tier: str) -> tuple[ZeroEngine, nn.Module]:
+    scratch = torch.empty(ROWS, LARGE, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(LARGE, LARGE, device="cuda", dtype=torch.bfloat16) / LARGE
+    model = nn.Sequential(*[Busy(scratch, matrix) for _ in range(UNITS)])
+    config = load_config(stage=2, units={"classes": ["Busy"], "min_numel": 0}, offload={"activations": tier})
+    return ZeroEngine(model, config), model
+
+
+def active(which: str) -> int:
+    """Blocks that the allocator cannot hand out, those that wait for a stream included."""
+    return int(torch.cuda.memory_stats()[f"active_bytes.all.{which}"])
+
+
+def test_a_host_that_runs_ahead_does_not_fill_the_device(nccl: object) -> None:  # noqa: F811
+    """Two units are planned; at most two more are there at any time, nobody having waited for anything."""
+    _engine, model = busy_engine("cpu")
+    x = torch.randn(ROWS, LARGE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):  # the first one page-locks memory of the host
+        x.grad = None
+        torch.cuda.synchronize()
+        before = active("current")
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        y = model(x)
+        queued = torch.cuda.Event()
+        queued.record()
+        ahead = not queued.query()
+        forward = active("peak") - before
+        y.backward(y.detach())
+        queued.record()
+        backward_ahead = not queued.query()
+        both = active("peak") - before
+        del y
+        torch.cuda.synchronize()
+    assert ahead and backward_ahead, "the host was not ahead: nothing is shown"
+    assert forward <= (2 + 2) * UNIT, f"{forward / UNIT:.1f} units"
+    assert both <= (2 + 2) * UNIT + 3 * TENSOR, f"{both / UNIT:.1f} units"  # with gradients
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
+
+
+def test_memory_used_again_in_stream_order_has_the_right_values(nccl: object) -> None:  # noqa: F811
+    found = []
+    for tier in ("none", "cpu"):
+        torch.manual_seed(5)
+        _engine, model = busy_engine(tier)
+        x = torch.randn(ROWS, LARGE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3):
+            x.grad = None
+            y = model(x)
+            y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        found.append((y.detach().clone(), x.grad.clone()))
+        del y, x, model, _engine
+        torch.cuda.empty_cache()
+    assert all(map(torch.equal, *found))

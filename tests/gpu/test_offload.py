@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch
 from tests.gpu.test_cuda import nccl  # noqa: F401
 from tests.models import build, loss_fn, make_batch, param_groups
 from zero_strategy import ops
+from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.offload.tier import DeviceCopies, HostMemory
+from zero_strategy.offload.tier import DeviceCopies, HostMemory, HostTier, forget_cuda_error
+from zero_strategy.optim.full_state import safe_get_full_grad
 
 pytestmark = pytest.mark.gpu
 
@@ -97,3 +101,123 @@ def test_a_save_in_the_background_of_state_in_files(nccl: object, tmp_path: Path
     pending.wait()
     files = sorted(path.relative_to(tmp_path / "now") for path in (tmp_path / "now").rglob("*.safetensors"))
     assert files and all((tmp_path / "now" / f).read_bytes() == (tmp_path / "later" / f).read_bytes() for f in files)
+
+
+LARGE, BATCH, DEPTH = 4096, 32768, 8
+
+
+def large_engine(**settings: Any) -> tuple[ZeroEngine, torch.nn.Module, torch.optim.Optimizer]:
+    """Units that compute for longer than their parameters are on their way."""
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(LARGE, LARGE) for _ in range(DEPTH)])
+    units = {"classes": ["Linear"], "min_numel": 0}
+    engine = ZeroEngine(model, load_config(units=units, **settings), compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine.attach(optimizer)
+    return engine, model, optimizer
+
+
+def on_host(*kinds: str) -> dict[str, Any]:
+    return {"offload": {"optimizer": "cpu", **dict.fromkeys(kinds, "cpu")}}
+
+
+OFF: list[dict[str, Any]] = [
+    {"stage": 2, **on_host("gradients")},
+    {"stage": 3, **on_host("parameters")},
+    {"stage": 3, **on_host("parameters", "gradients")},
+]
+
+
+@pytest.mark.parametrize("settings", OFF, ids=str)
+def test_the_host_is_ahead_in_forward_and_backward(nccl: object, settings: dict[str, Any]) -> None:  # noqa: F811
+    """Nothing waits: when all is queued, the device still computes; no call synchronises with it."""
+    _engine, model, optimizer = large_engine(**settings)
+    x = torch.randn(BATCH, LARGE, device="cuda", dtype=torch.bfloat16)
+    for step in range(3):
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            for _ in range(2):  # the second one is added to the first
+                model(x).square().mean().backward()
+                queued = torch.cuda.Event()
+                queued.record()
+                assert not step or not queued.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if step == 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("settings", OFF, ids=str)
+def test_copies_hide_behind_what_is_computed(nccl: object, settings: dict[str, Any]) -> None:  # noqa: F811
+    """Time of forwards and backwards beside that of the same stage with all on the device."""
+    milliseconds = []
+    for more in ({"stage": settings["stage"]}, settings):
+        engine, model, optimizer = large_engine(**more)
+        x = torch.randn(BATCH, LARGE, device="cuda", dtype=torch.bfloat16)
+        times = []
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            model(x).square().mean().backward()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+            optimizer.zero_grad()
+        milliseconds.append(min(times))
+        engine.close()
+        del engine, model, optimizer, x
+        torch.cuda.empty_cache()
+    print(f"{settings}: {milliseconds[0]:.1f} ms on the device, {milliseconds[1]:.1f} ms offloaded")
+    assert milliseconds[1] < 1.25 * milliseconds[0]
+
+
+def test_offloaded_gradients_have_the_same_bits(nccl: object) -> None:  # noqa: F811
+    """Sums of three micro-batches, added on the device and kept on the host, beside sums kept on the device."""
+    found = []
+    for more in ({}, on_host("gradients")):
+        engine, model, _ = large_engine(stage=2, gradient_reduction="per_micro_batch", **more)
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(512, LARGE, device="cuda", dtype=torch.bfloat16)
+            model(x).square().mean().backward()
+        gradients = [safe_get_full_grad(parameter) for parameter in model.parameters()]
+        found.append([gradient.cpu() for gradient in gradients if gradient is not None])
+        engine.close()
+        del engine, model
+        torch.cuda.empty_cache()
+    assert len(found[0]) == 2 * DEPTH and all(map(torch.equal, *found))
+
+
+def test_a_failed_registration_leaves_no_error() -> None:
+    """CUDA keeps the code of a failed call, and the next launch of a kernel would raise it."""
+    memory = HostMemory(1 << 20, pinned=True)
+    assert memory.pinned
+    torch.ones(4, device="cuda").add_(1)
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.bytes.data_ptr(), memory.nbytes, 0))
+    assert code  # it is registered already
+    forget_cuda_error()
+    torch.ones(4, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    memory._pin()  # the same through our own code
+    assert "failed with error" in memory.reason
+    assert bool((torch.ones(4, device="cuda") + 1 == 2).all())
+
+
+def test_records_are_registered_in_regions() -> None:
+    host = HostTier(pinned=True)
+    sizes = {str(number): 5_000 + number for number in range(1000)}
+    host.reserve(sizes)
+    copies = DeviceCopies(torch.device("cuda"))
+    target = torch.empty(5_000, dtype=torch.uint8, device="cuda")
+    for number in (0, 499, 999):
+        memory = host.resident(str(number))
+        assert memory is not None
+        memory.fill_(number % 251)
+        copies.up(memory[:5_000], target, keep=False).on_device()
+        assert bool((target == number % 251).all())
+    host.close()

@@ -21,7 +21,7 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import FusedLion
 from zero_strategy.planning.ledger import Entry
-from zero_strategy.planning.model_shape import optimizer_state, state_of
+from zero_strategy.planning.model_shape import ModelShape, optimizer_state, state_of
 
 WIDTH = 10
 
@@ -323,3 +323,20 @@ def test_what_is_offloaded_is_planned(ranks: Launcher, tmp_path: Path, world: in
     cases += [Case(3, torch.bfloat16, name, own) for name in ("amsgrad", "nadam")]
     cases += [Case(3, torch.bfloat16, options={"offload": common | tiers}, average=True) for tiers in TIERS[1:7:3]]
     check(ranks(world, timeout=180)(compared, cases), cases)
+
+
+def test_gradients_on_their_way_to_the_host_are_planned_on_a_device() -> None:
+    """Those of the largest bucket; where micro-batches are added, with the sum that they are added to."""
+    model = nn.Sequential(*[nn.Linear(64 * wide, 64, bias=False) for wide in (1, 3, 2)])
+    shape = ModelShape.of(model)
+
+    def planned(device: str, accumulation: int, gradients: str) -> int:
+        offload = {"optimizer": "cpu", "gradients": gradients}
+        config = load_config(stage=2, units={"classes": ["Linear"], "min_numel": 0}, offload=offload)
+        ledger = config.plan(shape, device=device, accumulation=accumulation).ledger()
+        return sum(entry.asked for entry in ledger if entry.owner.unit == "on their way to the host")
+
+    largest = 3 * 64 * 64 * 4
+    assert planned("cuda", 1, "cpu") == largest
+    assert planned("cuda", 4, "cpu") == 2 * largest
+    assert planned("cuda", 4, "none") == planned("cpu", 4, "cpu") == 0

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.comm.collectives import Communicator
-from zero_strategy.offload.tier import HostMemory, Streams, streams_of
+from zero_strategy.offload.tier import HeldCopy, HeldForCopies, HostMemory, Streams, streams_of
 
 
 class KeptMemory(Protocol):
@@ -198,6 +198,26 @@ class _Piece:
         return self.numel * self.dtype.itemsize
 
 
+_LEAVING = 2
+"""Records whose inputs are on the device in a forward: the present one's, and those of the one before it."""
+
+
+class _Copies:
+    """The stream that copies to the host and back, and the device's memory that it uses.
+
+    The computing stream has taken that memory, and waits for the copies before the last reference goes.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.stream = streams, streams.new()
+        self.leaving, self.returning = HeldForCopies(streams), HeldForCopies(streams)
+
+    def begin(self) -> AbstractContextManager[Any]:
+        """Inside, work is queued after what is computed now; its memory may have been something else's before."""
+        self.stream.wait_stream(self.streams.current())
+        return self.streams.within(self.stream)
+
+
 class KeptInputs:
     """Keeps inputs, in parts, in one buffer, on the host.
 
@@ -214,7 +234,7 @@ class KeptInputs:
         self._memory = self._new_memory()
         self._records: weakref.WeakSet[KeptRecord] = weakref.WeakSet()
         self._last: weakref.ref[KeptRecord] | None = None
-        self._streams: dict[torch.device, tuple[Streams, Any] | None] = {}
+        self._copies: dict[torch.device, _Copies | None] = {}
         self.prefetches = 0
 
     def _new_memory(self) -> KeptMemory:
@@ -284,20 +304,23 @@ class KeptInputs:
         previous = None if self._last is None else self._last()
         record = KeptRecord(self, memory, pieces, device, previous)
         weakref.finalize(record, self._memory.free, memory).atexit = False
+        if record.copies is not None:
+            record.copies.leaving.begin_group(_LEAVING)
+            record.copies.returning.end_all()  # of a backward that did not use all of it
         with torch.no_grad():
             record.fill(tensors)
         self._records.add(record)
         self._last = weakref.ref(record)
         return record
 
-    def copies(self, device: torch.device) -> tuple[Streams, Any] | None:
-        """A device's queues, and the one that copies to the host and back; None where nothing is asynchronous."""
+    def copies(self, device: torch.device) -> _Copies | None:
+        """The queue of a device that copies to the host and back; None where nothing is asynchronous."""
         if not self.on_host:
             return None
-        if device not in self._streams:
+        if device not in self._copies:
             streams = streams_of(device)
-            self._streams[device] = None if streams is None else (streams, streams.new())
-        return self._streams[device]
+            self._copies[device] = None if streams is None else _Copies(streams)
+        return self._copies[device]
 
     def gather(self, own: Tensor, piece: _Piece) -> Tensor:
         """The whole input of a rank's part, which is bytes on the input's device."""
@@ -328,39 +351,34 @@ class KeptRecord:
     ) -> None:
         self._kept, self._memory, self._pieces, self._device = kept, memory, list(pieces), device
         self._previous = None if previous is None else weakref.ref(previous)
-        self._copies = kept.copies(device)
+        self.copies = kept.copies(device)
         self._ahead: Tensor | None = None
+        self._returning: HeldCopy | None = None
         self.nbytes = memory.numel()
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy this rank's parts in."""
-        if self._copies is not None:
-            streams, stream = self._copies
-            stream.wait_stream(streams.current())
-        with self._aside():
+        copies = self.copies
+        with nullcontext() if copies is None else copies.begin():
             for piece, tensor in zip(self._pieces, tensors, strict=True):
                 flat = _in_memory_order(tensor.detach())
                 rank = self._kept.part
                 part = flat[rank * piece.numel : (rank + 1) * piece.numel]
                 place = self._bytes(self._memory, piece).view(piece.dtype)
-                place[: part.numel()].copy_(part, non_blocking=self._copies is not None)
-                if self._copies is not None:  # the tensor, for `flat` may be a copy that the stream itself made
-                    streams.keep(tensor, stream)
-
-    def _aside(self) -> AbstractContextManager[Any]:
-        """Inside, work is queued on the stream that copies, if there is one."""
-        return nullcontext() if self._copies is None else self._copies[0].within(self._copies[1])
+                place[: part.numel()].copy_(part, non_blocking=copies is not None)
+        if copies is not None:  # the tensors, for `flat` may be a copy that the stream itself made
+            event = copies.stream.record_event()
+            for tensor in tensors:
+                copies.leaving.hold(tensor.detach(), event)
 
     def fetch(self, number: int) -> Tensor:
         """One of the inputs, whole, as it was, in memory of its own; the group's ranks call it together."""
         piece = self._pieces[number]
         self.start()
         assert self._ahead is not None
-        if self._copies is not None:
-            streams, stream = self._copies
-            current = streams.current()
-            current.wait_stream(stream)
-            streams.keep(self._ahead, current)
+        if self.copies is not None and self._returning is not None:
+            self.copies.leaving.end_all()  # backward has begun
+            self.copies.returning.use(self._returning, self._ahead)
         whole = self._kept.gather(self._bytes(self._ahead, piece), piece)
         if number == len(self._pieces) - 1:
             self._ahead = None
@@ -374,9 +392,13 @@ class KeptRecord:
         """Begin to copy the record to the device, unless that has been done."""
         if self._ahead is not None:
             return
-        with self._aside():
-            self._ahead = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-            self._ahead.copy_(self._memory, non_blocking=self._copies is not None)
+        self._ahead = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        copies = self.copies
+        with nullcontext() if copies is None else copies.begin():
+            self._ahead.copy_(self._memory, non_blocking=copies is not None)
+        if copies is not None:
+            copies.returning.begin_group(_LEAVING)
+            self._returning = copies.returning.hold(self._ahead, copies.stream.record_event())
 
     @staticmethod
     def _bytes(memory: Tensor, piece: _Piece) -> Tensor:

@@ -29,11 +29,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from zero_strategy.offload.tier import HostMemory
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, Seen, as_bytes, is_aligned, memory_of
 
 if TYPE_CHECKING:
@@ -311,7 +313,7 @@ class DiskWriter:
 
     def _buffer(self, pinned: bool) -> torch.Tensor:
         if self._arena is None:
-            self._arena = AlignedArena(pinned)
+            self._arena = AlignedArena(partial(HostMemory, pinned=True) if pinned else None)
             self._arena.reserve(self._chunks * (CHUNK_BYTES + 2 * PAGE))
             for _ in range(self._chunks):
                 self._free.put(self._arena.take(CHUNK_BYTES + PAGE, 0))

@@ -40,7 +40,7 @@ from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, i
 from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
-from zero_strategy.offload.tier import Tier, streams_of
+from zero_strategy.offload.tier import HostMemory, Tier, streams_of
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Snapshot:
     """
 
     def __init__(self, pinned: bool = False) -> None:
-        self._arena = AlignedArena(pinned)
+        self._arena = AlignedArena(partial(HostMemory, pinned=True) if pinned else None)
         self._plan: CheckpointPlan | None = None
         self._keys: list[tuple[FileKind, str, int, int, torch.dtype]] = []
         self.places: list[torch.Tensor] = []

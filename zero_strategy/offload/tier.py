@@ -398,8 +398,9 @@ class HostMemory:
         address = self.bytes.data_ptr()
         with where_memory_is_held():
             code = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, 0))
+            if code:
+                forget_cuda_error()
         if code:
-            forget_cuda_error()
             self.reason = f"cudaHostRegister of {self.nbytes} bytes failed with error {code}"
             return
         self.pinned = True

@@ -172,6 +172,8 @@ class MemoryPlan:
         placement = placement_for(self.resolved.config, shard, self.offload.parameters)
         for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
             ledger.add(entry)
+        for entry in self._sums_going_down(units, rank):
+            ledger.add(entry)
         device, host = self._activation_bytes()
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
             ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
@@ -297,6 +299,19 @@ class MemoryPlan:
             down, up = max(down, fetched + weights * (not bucket.master)), max(up, weights)
         return 2 * (round_up(down, BLOCK) + round_up(up, BLOCK))
 
+    def _sums_going_down(self, units: Units, rank: int) -> Iterator[Entry]:
+        """On a device: one bucket's gradients on their way to a tier, with the earlier sum that they are added to."""
+        if self.device_type == "cpu" or self.offload.gradient_tier(self.resolved.gradient_reduction) == "none":
+            return
+        placement, asked, taken = placement_of(self.resolved), 0, 0
+        for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
+            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            sizes = [(stop - start) * bucket.gradient_dtype.itemsize]
+            if self.accumulation > 1:
+                sizes.append((stop - start) * bucket.reduce_dtype.itemsize)
+            asked, taken = max(asked, sum(sizes)), max(taken, sum(map(self._allocated, sizes)))
+        yield Entry("gradient buckets", "device", Owner("on their way to the host"), asked, taken, peak=True)
+
     def _transfers(self, units: Units, rank: int) -> int:
         """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""
         weights, gradients = dict[int, int](), dict[int, int]()
@@ -333,7 +348,7 @@ class MemoryPlan:
             pieces += len(persistent)
         taken = asked + PAGE * pieces
         if self.device_type == "cuda" and taken:
-            taken = 1 << (taken - 1).bit_length()  # torch's pinned memory comes in powers of two
+            taken = round_up(taken, PAGE)
         return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
 
     def _snapshot_in_files(self, units: Units, rank: int) -> Entry:

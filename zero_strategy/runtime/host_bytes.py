@@ -15,26 +15,33 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 
-from zero_strategy.runtime.compute_device import on, where_memory_is_held
+from zero_strategy.runtime.compute_device import on
 
 PAGE = 4096
 """Bytes; a multiple of the logical block size of any disk in use."""
+
+
+class HostBlock(Protocol):
+    """Memory of the host, which lasts as long as this object."""
+
+    bytes: torch.Tensor
 
 
 class AlignedArena:
     """One reusable stretch of host memory that hands out views at addresses congruent to given offsets.
 
     Args:
-        pinned: page-locked memory, for copies from a CUDA device.
+        make: Gives memory of so many bytes, such as page-locked memory for copies from a device; None: plain memory.
     """
 
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self, make: Callable[[int], HostBlock] | None = None) -> None:
+        self._make = make
+        self._block: HostBlock | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._at = 0
 
@@ -48,11 +55,12 @@ class AlignedArena:
         self._at = 0
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            if self._pinned:
-                with where_memory_is_held():
-                    self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            else:
+            self._block = None
+            if self._make is None:
                 self._memory = _in_large_pages(nbytes)
+            else:
+                self._block = self._make(nbytes)
+                self._memory = self._block.bytes
 
     def take(self, nbytes: int, offset: int) -> torch.Tensor:
         """The next `nbytes` whose address is congruent to `offset` modulo a page.
