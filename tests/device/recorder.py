@@ -13,6 +13,7 @@ between the two, and where it reads what the device has computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.device.host_waits import blocks_host, host_reads
+from tests.device.host_waits import INDEXED, blocks_host, host_reads
 from zero_strategy.comm.transport import Collectives, Job
 
 HOST = "the host"
@@ -84,9 +85,10 @@ class Event:
         self.recorder, self.clock = recorder, clock
 
     def query(self) -> bool:
-        """True if it has come: always, as everything is done at once. The host then knows."""
-        self.recorder.look()
-        self.recorder.learn(HOST, self.clock)
+        """True if it has come: always, as everything is done at once. The thread that computes then knows."""
+        if threading.get_ident() == self.recorder.thread:  # others look, too, and queue nothing
+            self.recorder.look()
+            self.recorder.learn(HOST, self.clock)
         return True
 
     def synchronize(self) -> None:
@@ -127,6 +129,7 @@ class Recorder(TorchDispatchMode):
         races: Sentences about what was found; empty if everything waits as it has to.
         syncs: Places at which the host waited for the device.
         collectives: All so far, in the order in which they began.
+        thread: The one that computes.
     """
 
     def __init__(self) -> None:
@@ -141,6 +144,7 @@ class Recorder(TorchDispatchMode):
         self.computing = Stream(self, "computing")
         self._current = self.computing
         self._inside: list[ExitStack] = []
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> Recorder:
         """Take notes."""
@@ -224,6 +228,10 @@ class Recorder(TorchDispatchMode):
                         memory.taken = self.clock(memory.stream).get(memory.stream, 0)
             return result
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in INDEXED and self.is_host(args[0]):
+            for place in args[1]:
+                if isinstance(place, Tensor):
+                    self.make_host(place)
         self._note_made(given, result)
         self.operation(name, *_touched(func, args, kwargs or {}, result))
         if what := blocks_host(func, args, kwargs or {}, given, self):
