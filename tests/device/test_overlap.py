@@ -91,7 +91,7 @@ def parameters_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
         (replicas_that_do_not_wait_for_the_shards, {"stage": 0, **HYBRID}),
         (parameters_used_before_they_are_there, {"stage": 1}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
