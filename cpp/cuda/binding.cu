@@ -14,10 +14,12 @@
 #define ZS_TEXT(value) ZS_TEXT_OF(value)
 
 namespace zs {
-namespace {
 
 // For zero_strategy/ops/fatbin.py, which asks of a file whether it can run here before it is loaded.
-[[gnu::used]] const char kRuntime[] = "zero_strategy: CUDA runtime " ZS_TEXT(CUDART_VERSION);
+extern const char kRuntime[];  // of external linkage, or the compiler would leave out what nobody reads
+const char kRuntime[] = "zero_strategy: CUDA runtime " ZS_TEXT(CUDART_VERSION);
+
+namespace {
 
 unsigned long long* counter_of(const Tensor& counts) {
   return static_cast<unsigned long long*>(counts.mutable_data_ptr());
