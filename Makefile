@@ -13,7 +13,7 @@
 # make docs           the documentation as a site, in site/; broken links and anchors are errors
 # make reference      docs/reference/settings.md and command_line.md, from the code
 # make lint           ruff, import-linter, mypy, and the prose of docs and docstrings
-# make wheel          the sdist, and a binary wheel with the CPU ops and the file I/O built in, into dist/
+# make wheel          the sdist, and a binary wheel with the CPU ops, the file I/O and (by nvcc) the CUDA ops, into dist/
 # make clean          removes the environment, caches and outputs
 
 PYTHON ?= python3
@@ -122,7 +122,7 @@ conformance: export OMP_NUM_THREADS = 1
 conformance: $(CONFORMANCE_VENV)/.installed
 	$(CONFORMANCE_VENV)/bin/python -m tests.conformance --output docs/conformance.md $(ARGS)
 
-# Whoever wants a wheel alone needs a C++ compiler and this small environment, not the packages of development.
+# Whoever wants a wheel alone needs a C++ compiler (for CUDA ops nvcc) and this small environment, not the packages of development.
 $(RELEASE_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(RELEASE_VENV)/bin/python || $(PYTHON) -m venv $(RELEASE_VENV)
 	$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \

@@ -3,9 +3,10 @@
 `cpp/` stands at the top of the repository, and is installed as `zero_strategy/cpp`, from which the ops are built. It is
 copied there, not declared as a package of another directory: an editable install is then a line in a `.pth` file, which
 editors and type checkers follow, where they do not follow the import hook that setuptools would make.
-With ZERO_STRATEGY_WHEEL=binary a wheel carries the CPU ops and the file I/O built, for one platform and for every
-Python and torch: they use torch's stable ABI and nothing of Python's. That needs torch and a compiler where the wheel
-is made (`make wheel`). Without, a wheel is pure Python, and both are built at their first use.
+With ZERO_STRATEGY_WHEEL=binary a wheel carries the CPU ops, the CUDA ops and the file I/O built, for one platform and
+for every Python and torch: they use torch's stable ABI and nothing of Python's. That needs torch, a compiler and nvcc
+where the wheel is made (`make wheel`); without nvcc the CUDA ops are left out. A wheel without it all is pure Python,
+and what is needed is built at its first use.
 """
 
 import os
@@ -38,10 +39,13 @@ class BuildPackage(build_py):
         shutil.copytree(ROOT / "cpp", Path(self.build_lib) / "zero_strategy" / "cpp", dirs_exist_ok=True)
         if BINARY:
             sys.path.insert(0, str(ROOT))
-            from zero_strategy.ops.build import CARRIED, build, carried_path, recipe
+            from zero_strategy.ops.build import LIBRARIES, build, carried_path, carried_recipe
 
-            for name in CARRIED:
-                made = recipe(name)
+            for name in LIBRARIES:
+                made = carried_recipe(name)
+                if name == "cuda" and made.compiler is None:
+                    print("no nvcc: the wheel carries no CUDA kernels", file=sys.stderr)
+                    continue
                 target = carried_path(made, Path(self.build_lib) / "zero_strategy")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(build(made), target)

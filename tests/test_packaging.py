@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from zero_strategy.ops.build import LIBRARIES, build, carried_path, carried_recipe
+from zero_strategy.ops.fatbin import code_of
+
+pytestmark = pytest.mark.timeout(1800)  # once for a machine and a state of the sources, CUDA kernels are compiled
 ROOT = Path(__file__).parent.parent
 MAKE = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 USE = """
@@ -61,7 +66,16 @@ def run(arguments: list[str], folder: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled() -> None:
+    """Put all that a binary wheel carries into the cache: the CUDA kernels for six architectures take minutes."""
+    for name in LIBRARIES:
+        recipe = carried_recipe(name)
+        if recipe.compiler is not None:
+            build(recipe)
+
+
+@pytest.fixture(scope="module")
+def made(compiled: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist of this tree, and the wheel that is built of the sdist alone."""
     if not (ROOT / "setup.py").is_file():
         pytest.skip("not a checkout")
@@ -112,6 +126,23 @@ def test_ops_are_built_from_an_installed_wheel(made: Path, tmp_path: Path) -> No
     cache = tmp_path / "cache"
     run([sys.executable, "-c", USE, str(place)], tmp_path, PYTHONPATH=str(place), ZERO_STRATEGY_CACHE=str(cache))
     assert list(cache.rglob("*.so"))
+
+
+def test_a_binary_wheel_carries_cuda_kernels_for_every_architecture(made: Path, tmp_path: Path) -> None:
+    (wheel,) = made.glob("*-linux_*.whl")
+    assert wheel.stat().st_size <= 25_000_000
+    carried = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/cuda.so")]
+    if carried_recipe("cuda").compiler is None:
+        assert not carried
+        pytest.skip("no nvcc here")
+    place = installed(wheel, tmp_path / "installed") / "zero_strategy"
+    library = carried_path(carried_recipe("cuda"), place)
+    assert carried == [str(library.relative_to(place.parent))]
+    code = code_of(library)
+    assert code.architectures == ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_100")
+    assert f"release {code.runtime // 1000}.{code.runtime % 1000 // 10}" in carried_recipe("cuda").identity
+    needed = run(["readelf", "-d", str(library)], tmp_path)
+    assert not re.search(r"NEEDED.*(cuda|cudart|python)", needed), needed
 
 
 def test_a_binary_wheel_trains_without_a_compiler(made: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero_strategy import ops
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
@@ -43,6 +44,7 @@ from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.fsdp.all_layers import run_all_layers
+from zero_strategy.fsdp.captured_units import warn_of_captures
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
@@ -224,6 +226,11 @@ class ZeroEngine:
         if zero.pipeline.stages > 1:
             del settings["units.patterns"]  # the layers of this rank's stage
         settings["compute_dtype"] = str(compute_dtype)
+        # Built on some hosts only, a library takes a minute: now, since here ranks wait for `timeout_seconds`, and
+        # elsewhere for `barrier_seconds`.
+        stepped_on = {(device or device_of(module)).type} | ({"cpu"} if zero.offload.optimizer != "none" else set())
+        for kind in sorted(stepped_on):
+            ops.ensure(kind)
         check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
@@ -417,6 +424,8 @@ class ZeroEngine:
                 "change the module, and prepare it again"
             )
         tell_shared_buckets(attached, self.model)
+        if self.stage == 3 and self.mesh.shard_size > 1 and self.device.type == "cuda":
+            warn_of_captures(self.module)
         self._checked = self._group_sizes()
 
     def _check_observed(self) -> None:
@@ -560,7 +569,8 @@ class ZeroEngine:
 
         Args:
             total: Sum of the losses of this rank's tokens, 0-d.
-            count: How many of them count.
+            count: How many of them count. The host waits for a tensor on a GPU; a number that the data loader's batch
+                gives before it goes there costs nothing.
 
         Raises:
             ValueError: If no token of any rank counts.
@@ -1212,6 +1222,8 @@ class ZeroEngine:
         try:
             if self.desync is None:
                 self.saver.finish()
+                if self._model is not None:
+                    self._model.arrivals.finish()
         finally:
             while self._closing:
                 self._closing.pop()()

@@ -78,7 +78,7 @@ def _collective(kind: str, flat: Tensor, repeats: int, run: Callable[[], object]
 
 def _by_engine(group: Communicator, kind: str, flat: Tensor) -> Callable[[], object]:
     if kind == "all_reduce":
-        return lambda: group.all_reduce(flat)
+        return lambda: group.all_reduce(flat).wait()
     begin = group.all_gather if kind == "all_gather" else group.reduce_scatter
     return lambda: begin(flat).wait()
 

@@ -10,8 +10,14 @@
 #include "kernels.h"
 #include "tensors.cuh"
 
+#define ZS_TEXT_OF(value) #value
+#define ZS_TEXT(value) ZS_TEXT_OF(value)
+
 namespace zs {
 namespace {
+
+// For zero_strategy/ops/fatbin.py, which asks of a file whether it can run here before it is loaded.
+[[gnu::used]] const char kRuntime[] = "zero_strategy: CUDA runtime " ZS_TEXT(CUDART_VERSION);
 
 unsigned long long* counter_of(const Tensor& counts) {
   return static_cast<unsigned long long*>(counts.mutable_data_ptr());

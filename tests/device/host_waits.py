@@ -25,6 +25,10 @@ _FACTORIES = {
 _READS: dict[Any, str] = {Tensor.cpu: "cpu()", Tensor.tolist: "tolist()", Tensor.numpy: "numpy()"}
 
 
+INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+"""Their places may come from lists, by ways that nobody sees; where the values are the host's, they are, too."""
+
+
 class Device(Protocol):
     """Knows whose memory is whose; see `Recorder`."""
 

@@ -13,6 +13,7 @@ between the two, and where it reads what the device has computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.device.host_waits import blocks_host, host_reads
+from tests.device.host_waits import INDEXED, blocks_host, host_reads
 from zero_strategy.comm.transport import Collectives, Job
 
 HOST = "the host"
@@ -59,6 +60,24 @@ class Memory:
     """Operations of that stream before it was taken: they may have used the same memory for something else."""
 
 
+@dataclass
+class Collective:
+    """A collective, and how much is computed beside it.
+
+    Attributes:
+        what: Its kind.
+        tick: Of its stream, when it is over.
+        begun: Operations that the computing stream had got when it began.
+        beside: Operations that stream got until it waited for it; None: it has not.
+    """
+
+    what: str
+    stream: str
+    tick: int
+    begun: int
+    beside: int | None = None
+
+
 class Event:
     """A point of a stream."""
 
@@ -66,9 +85,10 @@ class Event:
         self.recorder, self.clock = recorder, clock
 
     def query(self) -> bool:
-        """True if it has come: always, as everything is done at once. The host then knows."""
-        self.recorder.look()
-        self.recorder.learn(HOST, self.clock)
+        """True if it has come: always, as everything is done at once. The thread that computes then knows."""
+        if threading.get_ident() == self.recorder.thread:  # others look, too, and queue nothing
+            self.recorder.look()
+            self.recorder.learn(HOST, self.clock)
         return True
 
     def synchronize(self) -> None:
@@ -108,18 +128,23 @@ class Recorder(TorchDispatchMode):
     Attributes:
         races: Sentences about what was found; empty if everything waits as it has to.
         syncs: Places at which the host waited for the device.
+        collectives: All so far, in the order in which they began.
+        thread: The one that computes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.races: list[str] = []
         self.syncs: list[str] = []
+        self.collectives: list[Collective] = []
+        self._unseen: list[Collective] = []
         self._clocks: dict[str, Clock] = {HOST: {}}
         self._memories: dict[int, Memory] = {}
         self._made = 0
         self.computing = Stream(self, "computing")
         self._current = self.computing
         self._inside: list[ExitStack] = []
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> Recorder:
         """Take notes."""
@@ -172,6 +197,18 @@ class Recorder(TorchDispatchMode):
         own = self.clock(stream)
         for other, tick in clock.items():
             own[other] = max(own.get(other, 0), tick)
+        if stream == self.computing.name:
+            for one in self._unseen:
+                if own.get(one.stream, 0) >= one.tick:
+                    one.beside = own.get(stream, 0) - one.begun
+            self._unseen = [one for one in self._unseen if one.beside is None]
+
+    def begin(self, what: str, stream: str) -> None:
+        """A collective has been queued there just now."""
+        begun = self.clock(self.computing.name).get(self.computing.name, 0)
+        one = Collective(what, stream, self.clock(stream)[stream], begun)
+        self.collectives.append(one)
+        self._unseen.append(one)
 
     def _is_over(self, access: Access, stream: str) -> bool:
         return access.stream == stream or self.clock(stream).get(access.stream, 0) >= access.tick
@@ -191,6 +228,10 @@ class Recorder(TorchDispatchMode):
                         memory.taken = self.clock(memory.stream).get(memory.stream, 0)
             return result
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in INDEXED and self.is_host(args[0]):
+            for place in args[1]:
+                if isinstance(place, Tensor):
+                    self.make_host(place)
         self._note_made(given, result)
         self.operation(name, *_touched(func, args, kwargs or {}, result))
         if what := blocks_host(func, args, kwargs or {}, given, self):
@@ -333,6 +374,16 @@ class RecordedCollectives(Collectives):
 
         return Job(run, None if factor == 1.0 else lambda: total.mul_(factor))
 
+    def all_reduce(self, flat: Tensor, factor: float) -> Job:
+        """See `Collectives`."""
+
+        def run() -> RecordedWork:
+            with torch.utils._python_dispatch._disable_current_modes():
+                flat.mul_(self.size)
+            return self._queue("all_reduce", [], [flat])
+
+        return Job(run, None if factor == 1.0 else lambda: flat.mul_(factor))
+
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
         """See `Collectives`."""
         sent, wanted = (
@@ -350,6 +401,7 @@ class RecordedCollectives(Collectives):
     def _queue(self, what: str, read: list[Tensor], written: list[Tensor]) -> RecordedWork:
         self.stream.wait_stream(self.recorder.current())
         self.recorder.operation(what, read, written, self.stream.name)
+        self.recorder.begin(what, self.stream.name)
         return RecordedWork(self, self.stream.record_event(), [*read, *written])
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

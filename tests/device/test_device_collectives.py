@@ -13,6 +13,7 @@ import zero_strategy.comm.transport as transport
 from tests.device.fake_ranks import fake_world
 from tests.device.gpus import Gpus
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
+from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
@@ -116,14 +117,36 @@ def test_ranks_are_connected_before_the_first_collective(backend: str) -> None:
         assert made == ([torch.device("cuda", 1)] if backend == "nccl" else [])
 
 
-def test_an_engine_connects_each_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_connects_each_of_its_groups_and_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that is in no tensor: 100 bytes before, 50 more by each communicator, 8 tensors' in between."""
+    gpus, gpu = Gpus(monkeypatch, WORLD), torch.device("cuda", 1)
+    asked: list[torch.device] = []
     warmed: list[tuple[Communicator, torch.device]] = []
-    monkeypatch.setattr(Communicator, "warm_up", lambda self, device: warmed.append((self, device)))
+
+    def warm_up(self: Communicator, device: torch.device) -> None:
+        warmed.append((self, device))
+        gpus.held[device] = gpus.held.get(device, 0) + 8
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return 1000 - 100 - 50 * len(warmed) - gpus.held.get(device, 0), 1000
+
+    monkeypatch.setattr(Mesh, "warm_up", lambda self, device: asked.append(device))
     with fake_world(RANK, WORLD):
         settings = load_config(stage=2, watchdog="off", mesh={"replicate": 2, "shard": 2})
-        engine = ZeroEngine(torch.nn.Linear(4, 4), settings)
+        engine = ZeroEngine(torch.nn.Linear(4, 4), settings, device=torch.device("cpu"))
+        assert asked == [engine.device]
+        monkeypatch.undo()
+        engine.mesh.warm_up(torch.device("cpu"))
+        gpus = Gpus(monkeypatch, WORLD)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        monkeypatch.setattr(Communicator, "warm_up", warm_up)
         mesh = engine.mesh
-        assert warmed == [(one, engine.device) for one in (mesh.gather, mesh.reduce, mesh.replicate, mesh.sequence)]
+        before = engine.ledger()
+        mesh.warm_up(gpu)
+        assert warmed == [(one, gpu) for one in (mesh.gather, mesh.reduce, mesh.replicate, mesh.sequence)]
+        assert mesh.communicator_bytes == 200
+        after = engine.ledger()
+        assert after.tier_bytes("device") == before.tier_bytes("device") + 200
         engine.close()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.device.launches import Launches
 from tests.warm import run_warm
+from zero_strategy import engine as engine_module
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.ops import foreach
@@ -164,6 +165,23 @@ def test_the_library_is_asked_for_whatever_the_optimizer(
     engine.attach(make(model.parameters()))
     assert libraries.status("cpu") is not None, "before the first step"
     engine.close()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_library_is_built_before_ranks_wait_for_each_other(
+    offload: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build takes a minute, and may be due on some hosts only."""
+    monkeypatch.setattr(libraries, "_status", {})
+    known: list[bool] = []
+
+    def compare(name: str, values: object, *, timeout: float) -> None:
+        known.append(libraries.status("cpu") is not None)
+
+    monkeypatch.setattr(engine_module, "check_same_values", compare)
+    settings = {} if offload is None else {"offload": {"optimizer": offload}}
+    ZeroEngine(nn.Linear(4, 4), load_config(stage=2, watchdog="off", **settings)).close()
+    assert known == [True]
 
 
 def test_steps_and_norms_make_no_temporaries_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:

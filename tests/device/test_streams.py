@@ -16,6 +16,8 @@ import zero_strategy.activation.kept_inputs as kept_inputs
 import zero_strategy.activation.offload as offload
 import zero_strategy.checkpoint.save as save
 import zero_strategy.comm.collectives as collectives
+import zero_strategy.fsdp.param_bucket as param_bucket
+import zero_strategy.fsdp.reduction_plan as reduction_plan
 import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
@@ -47,7 +49,7 @@ def device(world: int = 2, recorder: Recorder | None = None) -> Iterator[Recorde
     recorder = recorder or Recorder()
     with pytest.MonkeyPatch.context() as patch, fake_world(world - 1, world):
         patch.setattr(collectives, "HostCollectives", lambda group: RecordedCollectives(group, recorder))
-        for module in (tier, offload, kept_inputs, save):
+        for module in (tier, offload, kept_inputs, save, param_bucket, reduction_plan):
             patch.setattr(module, "streams_of", recorder.streams_of)
         step, copies = StreamedStep.__init__, DeviceCopies(CPU)
         patch.setattr(StreamedStep, "__init__", lambda self, store: step(self, store, copies))
@@ -135,7 +137,7 @@ ACTIVATIONS = {"stage": 3, "activation_checkpointing": "selective", "offload": {
 def test_offloaded_activations_wait_as_they_have_to() -> None:
     with device() as recorder:
         train(recorder, width=64, **ACTIVATIONS)
-    assert not recorder.races
+    assert not recorder.races and not recorder.syncs
 
 
 def keep_inputs(recorder: Recorder) -> None:
@@ -461,6 +463,31 @@ def test_writes_to_parameters_and_reads_on_demand_wait_for_nothing(
                 optimizer.zero_grad()
         engine.close()
     assert not recorder.syncs and not recorder.races
+
+
+def test_an_offloaded_optimizer_waits_for_its_copies_alone() -> None:
+    """By events, in the step: nothing is copied to memory that is not pinned, and no value is read."""
+    with device() as recorder:
+        train(recorder, micro=2, **OFFLOADED[0])
+    assert set(recorder.syncs) == {"an event"}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_clip_reads_the_norm_and_whether_it_is_finite_and_nothing_else(stage: int) -> None:
+    with device() as recorder:
+        model = net(depth=4)
+        engine = ZeroEngine(model, load_config(units={"min_numel": 0}, watchdog="off", stage=stage))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine.attach(optimizer)
+        with recorder:
+            loss_of(model(torch.ones(4, 6, device=CPU))).backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            with torch.no_grad(), engine.shared_step():
+                model(torch.ones(4, 6, device=CPU))
+            engine.drain()
+        engine.close()
+    assert set(recorder.syncs) == {"cpu()"} and len(recorder.syncs) <= 2 and not recorder.races
 
 
 @pytest.mark.parametrize("settings", PLACEMENTS, ids=str)

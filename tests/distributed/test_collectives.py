@@ -75,7 +75,7 @@ def values_of_collectives() -> list[str]:
         if not torch.equal(flat.view(world, 6)[others], parts[rank].view(world, 6)[others]):
             wrong.append(f"reduce_scatter {dtype} changed other slices")
         flat = parts[rank].clone()
-        group.all_reduce(flat)
+        group.all_reduce(flat).wait()
         if not torch.equal(flat, total):
             wrong.append(f"all_reduce {dtype}")
     if [int(v) for v in group.all_gather_small(torch.tensor([rank * 3]))] != [3 * r for r in range(world)]:

@@ -33,7 +33,7 @@ def results(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
         found.append(summed.chunk(exchange.size)[exchange.rank].clone())
         found += exchange.all_gather_small(numbers[:2])
         everywhere = numbers.clone()
-        exchange.all_reduce(everywhere)
+        exchange.all_reduce(everywhere).wait()
         found.append(everywhere)
     wanted = size * dtype.itemsize >= LEAST_BYTES and os.environ.get(VARIABLE) != "0"
     assert (exchange._host._shared is not None and exchange._host._shared.available) == wanted

@@ -7,6 +7,7 @@ CPU, too, where a test of their own shows that they are right.
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import time
 from functools import partial
@@ -37,9 +38,11 @@ class Trained(NamedTuple):
 
 def shares_a_device() -> bool:
     """True if NCCL connects ranks of one device here."""
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
+    if not torch.cuda.is_available() or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return False
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.nccl.version() >= (2, 30)
+    version = ctypes.c_int()  # of the library that is loaded; torch's own figure is of the one it was built with
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value >= 23000
 
 
 def dtype_of(settings: dict[str, Any]) -> torch.dtype:
@@ -130,6 +133,10 @@ def train_all(cases: list[dict[str, Any]]) -> list[Trained | str]:
     return found
 
 
+def put(into: Tensor, values: Tensor) -> None:
+    into.copy_(values)
+
+
 def collectives() -> dict[str, bool]:
     """Every collective of a `Communicator`, on tensors of the device, beside what it has to give."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -140,7 +147,7 @@ def collectives() -> dict[str, bool]:
             torch.randn(64, generator=torch.Generator().manual_seed(each)).to(DEVICE, dtype) for each in range(world)
         ]
         flat = torch.zeros(64 * world, dtype=dtype, device=DEVICE)
-        by.all_gather(flat, partial(flat[64 * rank : 64 * (rank + 1)].copy_, values[rank])).wait()
+        by.all_gather(flat, partial(put, flat[64 * rank : 64 * (rank + 1)], values[rank])).wait()
         found[f"all_gather {dtype}"] = bool((flat == torch.cat(values)).all())
         for factor in (1.0, 1.0 / world, 0.375):
             parts = [torch.cat([value.roll(each) for each in range(world)]) for value in values]

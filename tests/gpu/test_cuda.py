@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,13 @@ def test_stage_trains_like_plain_torch(nccl: object, stage: int) -> None:
 
 def test_released_memory_is_given_back(nccl: object) -> None:
     """Between steps a stage-3 model allocates its shards and nothing else."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # also what cuBLAS keeps for itself
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
     engine = ZeroEngine(model, {"stage": 3})
     torch.cuda.synchronize()
     expected = engine.state_bytes()["parameters"]
-    assert torch.cuda.memory_allocated() <= expected * 1.05 + (1 << 20)
+    assert torch.cuda.memory_allocated() - before <= expected * 1.05 + (1 << 20)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

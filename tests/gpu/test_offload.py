@@ -12,6 +12,7 @@ import torch
 
 from tests.gpu.test_cuda import nccl  # noqa: F401
 from tests.models import build, loss_fn, make_batch, param_groups
+from zero_strategy import ops
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, HostTier, forget_cuda_error
@@ -31,6 +32,7 @@ def test_offloaded_state_trains_alike(nccl: object, tmp_path: Path, stage: int, 
         "staging_bytes": 1 << 16,
         "probe_seconds": 0,
     }
+    has_kernels = ops.ensure("cuda").path is not None
     modules = [copy.deepcopy(model), model]
     engines = [
         ZeroEngine(module, {"stage": stage, "units": {"min_numel": 0}, **more}, compute_dtype=torch.bfloat16)
@@ -50,7 +52,8 @@ def test_offloaded_state_trains_alike(nccl: object, tmp_path: Path, stage: int, 
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        # Without the library the steps on the device are torch's, which round otherwise; the model computes in bf16.
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6 if has_kernels else 1e-3)
     engines[1].save(tmp_path / "saved")
     engines[0].load(tmp_path / "saved")
     assert all(torch.equal(a, b) for a, b in zip(*(e.full_state_dict().values() for e in engines), strict=True))

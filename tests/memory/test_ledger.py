@@ -12,12 +12,14 @@ from torch import nn
 from tests.engine.nets import loss_of, net
 from tests.engine.test_memory_peaks import Tower, bytes_of
 from tests.launcher import Launcher
+from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.planning.ledger import Bytes, Entry, Ledger, Owner, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, Bytes, Entry, Ledger, Owner, allocated
+from zero_strategy.planning.memory_plan import ASSUMED_COMMUNICATOR_BYTES
 
 ROOT, BLOCK = Owner("", ("a", "b")), Owner("block", ("c",))
 
@@ -61,6 +63,20 @@ def test_table_and_json() -> None:
     assert found["tiers"]["device"] == {"asked": 41, "taken": 60}
     assert found["entries"][0]["owner"] == {"unit": "", "names": ["a", "b"]}
     assert "entries" not in small().to_json(entries=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"), [({"shard": 4}, 2), ({"shard": 2, "replicate": 2}, 3), ({"shard": 1, "replicate": 4}, 1)]
+)
+def test_communicators_of_nccl_are_in_a_plan_for_gpus(mesh: dict[str, int], groups: int) -> None:
+    shape = gpt_shape(64, 2, 512)
+    config = load_config(stage=2, mesh=mesh)
+    found = config.plan(shape, world_size=4, device="cuda").ledger().only(category="communication")
+    assert [(entry.owner, entry.taken) for entry in found] == [(COMMUNICATORS, groups * ASSUMED_COMMUNICATOR_BYTES)]
+    alone = load_config(stage=2).plan(shape, world_size=1, device="cuda")
+    assert not len(alone.ledger().only(category="communication"))
+    measured = config.plan(shape, world_size=4, device="cuda").changed(communicator_bytes=7).ledger()
+    assert measured.only(category="communication").total.taken == 7 * groups
 
 
 def test_cuda_rounds_to_its_blocks() -> None:

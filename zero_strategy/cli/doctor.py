@@ -181,12 +181,12 @@ def _cache() -> Finding:
 
 
 def _compiler(name: str) -> Finding:
-    from zero_strategy.ops.build import recipe
+    from zero_strategy.ops.build import carried_path, carried_recipe, recipe
 
     compiler = recipe(name).compiler
     if compiler:
         return Finding(f"{name} compiler", "ok", str(compiler))
-    if name == "cuda" and not torch.cuda.is_available():
+    if carried_path(carried_recipe(name)).is_file() or (name == "cuda" and not torch.cuda.is_available()):
         return Finding("cuda compiler", "ok", "none found, none needed")
     advice = "install nvcc, or set CUDA_HOME" if name == "cuda" else "install g++ or clang++, or set CXX"
     advice += "; until then ops run in plain torch, more slowly"

@@ -84,7 +84,7 @@ class Budget:
         host: Per host, for all its ranks together.
         disk: Per host, on the drives for offload.
         gpus: Devices that are there; 0: not known.
-        margin: Fraction that stays free: for fragmentation, the CUDA context, NCCL's buffers.
+        margin: Fraction that stays free: for fragmentation and the CUDA context.
     """
 
     device: int | None = None

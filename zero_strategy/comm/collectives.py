@@ -128,9 +128,10 @@ class Instrumentation:
         works: Sequence[Any],
         watched: CollectiveRecord | None = None,
         then: Callable[[], object] | None = None,
+        before: PendingWork | None = None,
     ) -> PendingWork:
         """Works of which the last is of this kind; one before it brings the own slice."""
-        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched, then)
+        return PendingWork(works, self.observed, ("fetch", kind)[2 - len(works) :], watched, then, before)
 
 
 class PendingWork:
@@ -142,6 +143,7 @@ class PendingWork:
         kinds: What each of the works is.
         watched: How a watchdog knows it.
         then: Called once, when all has ended.
+        before: What began earlier, and is finished first.
     """
 
     def __init__(
@@ -151,9 +153,11 @@ class PendingWork:
         kinds: Sequence[Span] = (),
         watched: CollectiveRecord | None = None,
         then: Callable[[], object] | None = None,
+        before: PendingWork | None = None,
     ) -> None:
         self._works = list(works)
         self._observed, self._kinds, self._watched, self._then = observed, kinds, watched, then
+        self._before = before
 
     def wait(self) -> None:
         """Block until the result is in place (on a GPU: until the current stream will see it).
@@ -161,6 +165,9 @@ class PendingWork:
         Raises:
             DesyncError: If it never will be, where a watchdog watches.
         """
+        before, self._before = self._before, None
+        if before is not None:
+            before.wait()
         works, self._works = self._works, []
         if self._watched is None or not works:
             self._finish(works)
@@ -170,6 +177,19 @@ class PendingWork:
         then, self._then = self._then, None
         if then is not None:
             then()
+
+    def follow(self) -> Callable[[], None]:
+        """A call that only waits for the works: a thread of the host, or a device's current stream, comes after them.
+
+        Nothing is finished by it, neither for this object nor for those who look on.
+        """
+        works = [work.work if isinstance(work, ObservedWork) else work for work in self._works]
+
+        def wait() -> None:
+            for work in works:
+                _finish(work)
+
+        return wait
 
     def _finish(self, works: list[Any]) -> None:
         if self._observed is None or self._observed.observer is None:
@@ -187,19 +207,30 @@ class ObservedWork:
     Args:
         work: Of the device.
         ended: Called then.
+
+    Attributes:
+        work: As above.
     """
 
     def __init__(self, work: Work, ended: Callable[[], None]) -> None:
-        self._work, self._ended = work, ended
+        self.work, self._ended = work, ended
 
     def wait(self) -> None:
         """Wait for it."""
-        self._work.wait()
+        self.work.wait()
         self._ended()
 
     def is_completed(self) -> bool:
         """See `Work`."""
-        return self._work.is_completed()
+        return self.work.is_completed()
+
+
+def _in_order(first: Callable[[], None], run: Run) -> Run:
+    def both() -> Work | None:
+        first()
+        return run()
+
+    return both
 
 
 def _finish(work: Any) -> None:
@@ -334,7 +365,11 @@ class Communicator:
         return self._host.buffer_bytes
 
     def all_gather(
-        self, flat: Tensor, first: Callable[[], Fetch | None] | None = None, of: Subject = ""
+        self,
+        flat: Tensor,
+        first: Callable[[], Fetch | None] | None = None,
+        of: Subject = "",
+        after: PendingWork | None = None,
     ) -> PendingWork:
         """Fill `flat` (size x n elements) in place from every rank's own n-element slice.
 
@@ -343,12 +378,14 @@ class Communicator:
             first: Puts this rank's slice there; runs in the background too, where collectives do. On a device it
                 gives what brings the slice, which the collective waits for there.
             of: What is gathered, for the watchdog's reports.
+            after: See `all_reduce`.
         """
         if self.size == 1 or flat.numel() == 0:
             fetched = None if first is None else self._carrier(flat).start(first)
-            return self._instrumentation.pending("fetch", [] if fetched is None else [fetched])
+            works = [] if fetched is None else [fetched]
+            return self._instrumentation.pending("fetch", works, before=after)
         carrier = self._carrier(flat)
-        return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), first)
+        return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), first, after)
 
     def reduce_scatter(
         self, flat: Tensor, of: Subject = "", factor: float = 1.0, into: Tensor | None = None
@@ -391,10 +428,29 @@ class Communicator:
         job = self._host.reduce_scatter_scattered(source, into, factor)
         return self._start("reduce_scatter", of, source, self._host, job)
 
-    def all_reduce(self, flat: Tensor, of: Subject = "") -> None:
-        """Sum `flat` over the ranks in place, in rank order. `flat.numel()` is a multiple of the group's size."""
-        self.reduce_scatter(flat, of).wait()
-        self.all_gather(flat, of=of).wait()
+    def all_reduce(
+        self, flat: Tensor, of: Subject = "", factor: float = 1.0, after: PendingWork | None = None
+    ) -> PendingWork:
+        """Sum `flat` over the ranks in place, on gloo in rank order. `flat.numel()` is a multiple of the group's size.
+
+        Args:
+            flat: The buffer.
+            of: What is reduced, for the watchdog's reports.
+            factor: The sum is multiplied by it.
+            after: What has to end before; waiting for the result finishes it, too. On a device the stream that is
+                current now waits for it, as all that is queued there from now on does.
+        """
+        if flat.numel() == 0:
+            return self._instrumentation.pending("reduce_scatter", [], before=after)
+        if self.size == 1:
+            return PendingWork([], then=None if factor == 1.0 else lambda: flat.mul_(factor), before=after)
+        carrier = self._carrier(flat)
+        job = carrier.all_reduce(flat, factor)
+        if job is not None:
+            return self._start("all_reduce", of, flat, carrier, job, None, after)
+        job = carrier.reduce_scatter(flat, None, factor)
+        summed = self._start("reduce_scatter", of, flat, carrier, job, None, after)
+        return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), None, summed)
 
     def broadcast(self, tensor: Tensor, source: int, of: Subject = "") -> None:
         """Copy `tensor` from group rank `source` to all ranks, in place."""
@@ -453,23 +509,29 @@ class Communicator:
 
     def _start(
         self,
-        kind: Literal["all_gather", "reduce_scatter"],
+        kind: Literal["all_gather", "reduce_scatter", "all_reduce"],
         of: Subject,
         flat: Tensor | Scattered,
         carrier: Collectives,
         job: Job,
         first: Callable[[], Fetch | None] | None = None,
+        after: PendingWork | None = None,
     ) -> PendingWork:
-        """Begin a collective in which every other rank gets one slice of as many as there are ranks."""
+        """Begin a collective in which every other rank gets one slice of as many as there are ranks, or two."""
         instrumentation, itemsize = self._instrumentation, flat.dtype.itemsize
         numel = flat.nbytes // itemsize // self.size * (self.size - 1)
-        self.counters.add(kind, numel, itemsize)
+        parts: tuple[Literal["all_gather", "reduce_scatter"], ...]
+        parts = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
+        for part in parts:
+            self.counters.add(part, numel, itemsize)
         watched = instrumentation.begin(kind, of, flat)
         fetched = None if first is None else carrier.start(first)
+        sent = len(parts) * numel * itemsize
+        run = instrumentation.around(job.run, parts[0], sent, watched, flat.device)
         with fetched.after() if isinstance(fetched, Fetch) else _AT_ONCE:
-            started = carrier.start(instrumentation.around(job.run, kind, numel * itemsize, watched, flat.device))
+            started = carrier.start(run if after is None else _in_order(after.follow(), run))
         works = [work for work in (fetched, started) if work is not None]
-        return instrumentation.pending(kind, works, watched, job.then)
+        return instrumentation.pending(parts[0], works, watched, job.then, after)
 
     def _count(self, kind: str, tensor: Tensor) -> int:
         """Count what goes to every other rank as it is; returns the bytes."""

@@ -29,6 +29,7 @@ from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.process_group import end_group, has_process_group, own_group
 from zero_strategy.comm.store import StoreBarrier, gather_everywhere, own_store
 from zero_strategy.config import WatchdogConfig
+from zero_strategy.runtime.compute_device import bytes_beside_torch
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.watchdog.diagnosis import RankLabels, rank_label
 from zero_strategy.watchdog.peers import own_card
@@ -160,6 +161,7 @@ class Mesh:
         watchdog: Watches all of these; None: nobody does.
         further: Groups of ranks that train other parts of the model, by name.
         observed: Who is told what all of these communicators do.
+        communicator_bytes: Memory of the GPU that NCCL has taken for these groups, as far as `warm_up` could measure.
     """
 
     gather: Communicator
@@ -176,6 +178,7 @@ class Mesh:
     further: dict[str, Communicator] = field(default_factory=dict)
     closed: bool = False
     observed: Observed = field(default_factory=Observed)
+    communicator_bytes: int = 0
 
     def __post_init__(self) -> None:
         for communicator in self._communicators:
@@ -302,9 +305,18 @@ class Mesh:
         return mesh
 
     def warm_up(self, device: torch.device) -> None:
-        """Connect the ranks by which tensors of a device go, before the first of them does. All ranks call it."""
-        for communicator in dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)):
+        """Connect the ranks by which tensors of a device go, before the first of them does. All ranks call it.
+
+        What that takes on the device is measured: the growth of what is not torch's. Communicators that a group bound
+        to its GPU has made already, and what other processes take on the same GPU meanwhile, make it wrong.
+        """
+        groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)))
+        if device.type != "cuda" or all(one.size == 1 for one in groups):
+            return
+        before = bytes_beside_torch(device)
+        for communicator in groups:
             communicator.warm_up(device)
+        self.communicator_bytes = max(0, bytes_beside_torch(device) - before)
 
     def close(self) -> None:
         """End the groups, in the same order on all ranks, and what watches them. All ranks call it.

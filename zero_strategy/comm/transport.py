@@ -33,6 +33,7 @@ import hmac
 import os
 import pickle
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -130,6 +131,10 @@ class Collectives(ABC):
             into: Takes the result (n elements); None: the slice itself does.
             factor: The sum is multiplied by it.
         """
+
+    def all_reduce(self, flat: Tensor, factor: float) -> Job | None:
+        """Sum `flat` over the ranks and multiply it, on all of them; None: a reduction and a gather do it."""
+        return None
 
     @abstractmethod
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
@@ -421,6 +426,32 @@ _native_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None
 _native_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class WaitedOnce:
+    """Work of which the second wait is no work.
+
+    Gloo carries out part of a collective of a GPU's tensors in `wait`: it would copy the result once more, on whatever
+    stream is current then.
+
+    Args:
+        work: Of torch.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Wait for it, or for who waits already."""
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+
+    def is_completed(self) -> bool:
+        """True once somebody has waited for it."""
+        return self._work is None
+
+
 class DeviceCollectives(Collectives):
     """See `Collectives`; on tensors of a GPU."""
 
@@ -451,12 +482,17 @@ class DeviceCollectives(Collectives):
         """Run it now: it only queues what the device does."""
         return run()
 
+    def _begin(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Work:
+        """Let torch begin a collective; what it gives can be waited for any number of times."""
+        work: Work = collective(*tensors, group=self.group, async_op=True, **options)
+        return work if self._is_nccl else WaitedOnce(work)
+
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""
         if flat.dtype not in _NATIVE_DTYPES:
             flat = flat.view(torch.uint8)
         local = self._own_slice(flat)
-        return Job(partial(_native_all_gather, flat, local, group=self.group, async_op=True))
+        return Job(partial(self._begin, _native_all_gather, flat, local))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
         """See `Collectives`.
@@ -467,11 +503,22 @@ class DeviceCollectives(Collectives):
         sum multiplies it, in float32 and on its own stream.
         """
         total = self._own_slice(flat) if into is None else into
+        op, left = self._operation(flat.dtype, factor)
+        run = partial(self._begin, _native_reduce_scatter, total, flat, op=op)
+        return Job(run, None if left == 1.0 else partial(total.mul_, left))
+
+    def all_reduce(self, flat: Tensor, factor: float) -> Job:
+        """See `Collectives`; one call, for which the library has algorithms of its own."""
+        op, left = self._operation(flat.dtype, factor)
+        run = partial(self._begin, dist.all_reduce, flat, op=op)
+        return Job(run, None if left == 1.0 else partial(flat.mul_, left))
+
+    def _operation(self, dtype: torch.dtype, factor: float) -> tuple[Any, float]:
+        """The library's operation, and the factor that is left for later."""
         is_mean = self.size > 1 and factor == 1.0 / self.size and self._is_nccl
-        is_mean = is_mean and (flat.dtype.itemsize > 2 or self.size.bit_count() == 1)
-        op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
-        run = partial(_native_reduce_scatter, total, flat, op=op, group=self.group, async_op=True)
-        return Job(run, None if factor == 1.0 or is_mean else partial(total.mul_, factor))
+        if is_mean and (dtype.itemsize > 2 or self.size.bit_count() == 1):
+            return dist.ReduceOp.AVG, 1.0
+        return dist.ReduceOp.SUM, factor
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> Job:
         """See `Collectives`."""
@@ -487,13 +534,12 @@ class DeviceCollectives(Collectives):
                 tensor.copy_(part)
 
         run = partial(
+            self._begin,
             dist.all_to_all_single,
             flat,
             torch.cat(sent),
             output_split_sizes=[tensor.numel() for tensor in wanted],
             input_split_sizes=[tensor.numel() for tensor in sent],
-            group=self.group,
-            async_op=True,
         )
         return Job(run, arrived)
 

@@ -557,7 +557,8 @@ class ZeroConfig(Section):
                 (default: `checkpoint.asynchronous`), `activations` (bytes to keep free on the device), `tokens` and
                 `recompute` (of a micro-batch, for shapes of plain numbers, whose activations are known),
                 `accumulation` (micro-batches of a step, all but the last under `no_sync`: at stage 1 full gradients
-                are kept for more than one; default: 1).
+                are kept for more than one; default: 1), `autocast` (torch.bfloat16, ...: autograd keeps a copy of all
+                matrices in it, on each rank).
 
         Returns:
             The `MemoryPlan`. This is `plan_model` as a method; the function has types.

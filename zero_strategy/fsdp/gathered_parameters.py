@@ -24,8 +24,9 @@ class GatheredParameters:
     Args:
         params: One parameter, or any iterable of them. Parameters that no engine shards are left alone.
         modifier_rank: The rank whose changes are kept, broadcast and sharded again at the end. With None, changes to
-            parameters that stage 3 releases are an error, since they would be lost. At lower stages, and with
-            `reshard_after_backward` off after a forward, they count: all ranks make the same.
+            parameters that stage 3 releases are an error, since they would be lost. At lower stages, with
+            `reshard_after_backward` off after a forward, and where one rank has all, they count: all ranks make the
+            same.
         enabled: Do nothing if False.
 
     Raises:

@@ -26,7 +26,7 @@ from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, DeferredScale, LocalSums, ReducedSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
 from zero_strategy.fsdp.param_bucket import ParameterBucket, without_grad
-from zero_strategy.fsdp.reduction_plan import Reduction
+from zero_strategy.fsdp.reduction_plan import Reduction, SideStream
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
@@ -42,6 +42,7 @@ class GradientBucket:
         per_step: Local sums may wait for the last micro-batch of a step, see `keep_whole`.
         store: Where reduced gradients are kept; None: on the device.
         reuse: Where memory comes from and goes to that lives in a backward only.
+        side: Where collectives wait for one another; all buckets of a model share it.
 
     Attributes:
         keeps_whole: Whether the buffer of local sums stays, and `reduced` is a part of it.
@@ -61,6 +62,7 @@ class GradientBucket:
         per_step: bool,
         store: ChunkStore | None = None,
         reuse: BufferReuse | None = None,
+        side: SideStream | None = None,
     ) -> None:
         assert store is None or not per_step, "whole sums stay on the device"
         self.bucket, self.dtype, self.reduce_dtype = bucket, dtype, reduce_dtype
@@ -71,6 +73,7 @@ class GradientBucket:
         self.late: dict[int, Tensor] = {}
         self.reduced = ReducedSums(bucket, dtype, store)
         self._reduction: Reduction | None = None
+        self._side = side or SideStream()
         self._straight = False  # it writes into the reduced gradients
         self._shows_gradient = owns_all and dtype == bucket.dtype and self.reduced.in_memory
         self.own = LocalSums(bucket, dtype, reuse, shown=self._shows_gradient)
@@ -154,25 +157,23 @@ class GradientBucket:
         divides = not self._divides_later
         if into is not None and (scattered := self.own.scattered()) is not None:
             work = reduce.reduce_scatter_scattered(scattered, into, names, factor)
-            self._reduction = Reduction(self.bucket, work, None, into, divides=divides)
+            sent, total, everywhere = None, into, False
             self.own.live.clear()
         else:
             whole = self.own.complete()
             sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
             total = sent[self.bucket.slice] if into is None else into
-            work = reduce.reduce_scatter(sent, names, factor, into)
-            self._reduction = Reduction(self.bucket, work, sent, total, divides=divides)
+            everywhere = not (self.bucket.placement.shard_optimizer or self.bucket.mesh.replicate.size > 1)
+            if everywhere:
+                work = reduce.all_reduce(sent, names, factor)
+            else:
+                work = reduce.reduce_scatter(sent, names, factor, into)
+        self._reduction = Reduction(self.bucket, work, sent, total, self._side, divides=divides, everywhere=everywhere)
 
     def _takes_the_mean(self) -> bool:
         """True if the reduction's result is all of the reduced gradients, so that it can be written there at once."""
         alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
-
-    @without_grad
-    def finish_sum(self) -> None:
-        """Complete the sum over ranks, if a reduction is under way; see `Reduction`."""
-        if self._reduction is not None:
-            self._reduction.finish_sum()
 
     @property
     def _mean_factor(self) -> float:

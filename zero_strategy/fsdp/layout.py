@@ -93,15 +93,18 @@ PLACEMENTS: dict[int, Placement] = {
 }
 
 
-def placement_for(config: ZeroConfig, tier: str | None = None) -> Placement:
+def placement_for(config: ZeroConfig, shards: int, tier: str | None = None) -> Placement:
     """The row of the stage; where full parameters stay until an optimizer steps on them, memory for them does, too.
+
+    A slice that is the whole bucket has nowhere else to be, either: nothing is copied at its gathers.
 
     Args:
         config: Resolved or not.
+        shards: Ranks that divide the model state.
         tier: Of own slices; None: what the config says. They have their place in full parameters with "none" alone.
     """
     row = PLACEMENTS[config.stage]
-    stays = row.shard_parameters and not config.reshard_after_backward
+    stays = row.shard_parameters and (shards == 1 or not config.reshard_after_backward)
     return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
 
 

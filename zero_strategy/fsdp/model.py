@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.arrivals import Arrivals
 from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
@@ -43,7 +45,7 @@ from zero_strategy.fsdp.layout import (
 from zero_strategy.fsdp.ownership import check_unsharded, owner_of, register, unregister
 from zero_strategy.fsdp.param_bucket import ParameterBucket, master_name, weights_name
 from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
-from zero_strategy.fsdp.reduction_plan import Watcher
+from zero_strategy.fsdp.reduction_plan import SideStream, Watcher
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.unshard import Unit, Unsharder
@@ -183,6 +185,8 @@ class UpdatingOptimizer(Protocol):
 
     def follow_masters(self) -> None: ...
 
+    def viewed(self) -> Iterable[int]: ...
+
     def reduction_begins(self) -> None: ...
 
 
@@ -229,6 +233,7 @@ class ShardedModel:
         aliases: Further names of tied parameters: {alias: first name}.
         device: Where the module computes.
         moved: What is on the host for a while.
+        arrivals: Gathers after a step that nobody has waited for.
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
         engine: The engine that this is of; None: there is none, or it has let the module go.
     """
@@ -258,7 +263,7 @@ class ShardedModel:
         _check_precision(config, compute_dtype)
         self.device, self._moves = with_index(device or device_of(module)), device is not None
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
-        self.placement = placement_for(config)
+        self.placement = placement_for(config, mesh.shard_size)
         self.engine: object | None = None
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
@@ -300,8 +305,8 @@ class ShardedModel:
             for index, parameter in enumerate(bucket.parameters)
         }
         per_step = config.gradient_reduction == "per_step"
-        reuse = BufferReuse()
-        self.gradients = [self._gradient_bucket(bucket, per_step, reuse) for bucket in self.buckets]
+        reuse, side = BufferReuse(), SideStream()
+        self.gradients = [self._gradient_bucket(bucket, per_step, reuse, side) for bucket in self.buckets]
         self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
         backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
         plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
@@ -317,6 +322,7 @@ class ShardedModel:
             if config.units.may_skip:
                 _check_resharded(config)
                 self.unsharder.skipped = SkippedLayers(self.unsharder)
+        self.arrivals = Arrivals(module, self.units)
         self.moved = MovedStates(self)
         shares = config.broadcast_buffers and mesh.world_size > 1
         self.shared_buffers = SharedBuffers(module, mesh) if shares else None
@@ -389,6 +395,7 @@ class ShardedModel:
             RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
         """
         self.reducer.check_whole()
+        self.arrivals.finish()
         busy = "a backward" if self.reducer.in_backward else ""
         busy = "an optimizer's step" if self._step_unfinished() else busy
         if any(unit.depth or unit.pinned for unit in self.units):
@@ -523,9 +530,11 @@ class ShardedModel:
             if not torch.equal(buffer, values):
                 buffer.copy_(values)
 
-    def _gradient_bucket(self, bucket: ParameterBucket, per_step: bool, reuse: BufferReuse) -> GradientBucket:
+    def _gradient_bucket(
+        self, bucket: ParameterBucket, per_step: bool, reuse: BufferReuse, side: SideStream
+    ) -> GradientBucket:
         dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
-        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse)
+        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse, side)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""
@@ -581,6 +590,7 @@ class ShardedModel:
 
         With `recorded` the caller tells the `recorders`, too.
         """
+        self.arrivals.finish()  # what is still being sent may be what is about to change
         changing = self.buckets if buckets is None else list(buckets)
         for bucket in () if recorded else changing:
             bucket.generation += 1
@@ -591,9 +601,15 @@ class ShardedModel:
         """Carry a step's new values to the parameters. A collective where these are whole; see `publish`."""
         if self.changed_values is not None:
             self.changed_values.gather(stepped, copied=copied)
-        else:
+        elif self.mesh.observed.observer is not None or not self.arrivals.are_seen():
+            # Who records steps is told of all that a step has sent before it is over.
             for work in [bucket.publish(copied=copied) for bucket in stepped]:
                 work.wait()
+        else:
+            pieces = Counter(storage for sharded in self.optimizers for storage in sharded.viewed())
+            for bucket in stepped:
+                bucket.publish_later(pieces[id(bucket.weights)], copied=copied)
+            self.arrivals.expect()
 
     def forget_unsharded(self, changed: Iterable[ParameterBucket] | None = None) -> None:
         """Parameters changed: release what nobody uses, bring the new values into what is held whole. A collective.
@@ -625,6 +641,7 @@ class ShardedModel:
                 for unit in self.units
                 if any(id(parameter) in wanted for bucket in unit.buckets for parameter in bucket.parameters)
             ]
+        self.arrivals.finish()
         for unit in units:
             unit.pinned += 1
         try:

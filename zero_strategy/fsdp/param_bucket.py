@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from threading import Lock
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.arriving import can_wait, show_arrived, show_arriving
 from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
@@ -29,8 +31,8 @@ from zero_strategy.fsdp.tracked import SET_DATA, track_classes, untrack_classes
 from zero_strategy.fsdp.user_writes import UserWrites
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
-from zero_strategy.offload.tier import Landing
-from zero_strategy.runtime.torch_private import outside_transforms
+from zero_strategy.offload.tier import Landing, streams_of
+from zero_strategy.runtime.torch_private import holders_of, outside_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +94,8 @@ class ParameterBucket:
         slice_pieces: The parts of parameters inside `slice`; offsets count from its start.
         piece_of, slice_piece_of: The same by parameter index.
         cuts: How the owned elements are split into `pieces`, see `layout.cuts`.
-        flat: The whole bucket, (layout.numel,); its storage is empty while released.
+        flat: The whole bucket, (layout.numel,); its storage is empty while released. Whoever takes it waits for values
+            that are on their way.
         shard: This rank's slice, (layout.slice_numel,); part of `flat` unless parameters are sharded.
         weights: The owned elements in the parameters' dtype: `shard`, or all of `flat`.
         master: What the optimizer updates, (owned elements,): an fp32 copy, or `weights` itself.
@@ -156,12 +159,26 @@ class ParameterBucket:
             for index, segment in enumerate(self.layout.segments)
         ]
         self._pending: PendingWork | None = None
+        self._arrival: _Arrival | None = None
+        self._arriving_lock = Lock()
         self.kept = self.kept_again = False
         self.writes = UserWrites(self)
         self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
         self.writes.note()
+        self._own_holders = holders_of(self._flat)
+
+    @property
+    def flat(self) -> Tensor:
+        """See the class."""
+        if self._arrival is not None:
+            self.arrive()
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: Tensor) -> None:
+        self._flat = flat
 
     @property
     def _replicas(self) -> int:
@@ -412,6 +429,48 @@ class ParameterBucket:
             return self.mesh.gather.all_gather(self.flat, of=self.names)
         return PendingWork([])
 
+    def publish_later(self, pieces: int, *, copied: bool) -> bool:
+        """As `publish`, whose end is waited for where the parameters are used; see `arriving`.
+
+        Args:
+            pieces: How many tensors of optimizers are views of the owned elements.
+            copied: See `publish`.
+
+        Returns:
+            False if somebody could use them unseen: it has been waited for.
+        """
+        gathers = self.placement.shard_optimizer and not self.placement.shard_parameters and self.mesh.shard_size > 1
+        unseen = not gathers or not can_wait(self.parameters) or self._is_held(pieces)  # before a gather holds it, too
+        work = self.publish(copied=copied)
+        if unseen:
+            work.wait()
+            return False
+        show_arriving(self.parameters)
+        self._arrival = _Arrival(work, self.device)
+        return True
+
+    def _is_held(self, pieces: int) -> bool:
+        """True if others than the engine may hold the bucket's memory."""
+        holders = holders_of(self._flat)
+        own = self._own_holders
+        return holders is None or own is None or holders > own + pieces + self.writes.aliases
+
+    @property
+    def arriving(self) -> bool:
+        """True if values are on their way to full parameters."""
+        return self._arrival is not None
+
+    def arrive(self) -> None:
+        """Wait until the values of the last step are in the parameters."""
+        if self._arrival is None:
+            return
+        with self._arriving_lock:  # whoever comes second waits as long, and then sees them
+            arrival = self._arrival
+            if arrival is not None:
+                arrival.wait()
+                show_arrived(self.parameters)
+                self._arrival = None
+
     @without_grad
     def adopt(self, source: int | None = None) -> None:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
@@ -483,6 +542,7 @@ class ParameterBucket:
         One parameter's values are there twice at a time, besides the bucket's.
         """
         assert self.gathered
+        self.arrive()
         self.writes.take_assigned()
         for tensor, view in zip(self.tensors, self.views, strict=True):
             SET_DATA(tensor, view.clone(memory_format=torch.contiguous_format))
@@ -551,6 +611,7 @@ class ParameterBucket:
             self.views = [self.segment_view(index) for index in range(len(self.parameters))]
             if self.gathered:
                 self._point_at_flat()
+            self._own_holders = holders_of(self._flat)
         if not has_master:
             self.master = self.weights
 
@@ -572,6 +633,44 @@ class ParameterBucket:
             unshard_classes(self.parameters)
         for tensor, view in zip(self.tensors, self.views):
             SET_DATA(tensor, view)
+
+
+class _Arrival:
+    """A gather after a step.
+
+    Args:
+        work: The gather.
+        device: Where it is.
+    """
+
+    def __init__(self, work: PendingWork, device: torch.device) -> None:
+        self._work, self._streams = work, streams_of(device)
+        self._stream = None if self._streams is None else self._streams.current()
+        self._failure: Exception | None = None
+
+    def wait(self) -> None:
+        """Until it is over; on a GPU for the stream of the step, as if it had waited itself, and for the reader's.
+
+        Raises:
+            DesyncError: As `PendingWork.wait`, every time.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._wait()
+        except Exception as failure:
+            self._failure = failure
+            raise
+
+    def _wait(self) -> None:
+        if self._streams is None:
+            self._work.wait()
+            return
+        reader = self._streams.current()
+        with self._streams.within(self._stream):
+            self._work.wait()
+        if reader != self._stream:
+            reader.wait_stream(self._stream)
 
 
 def weights_name(first: str) -> str:

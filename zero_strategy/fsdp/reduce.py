@@ -330,19 +330,10 @@ class GradientReducer:
             bucket.begin()
         self._seen[number] |= bucket.own.live
         self._left[number] = None
-        if self._bounded(bucket) and len(self._in_flight) >= MAX_IN_FLIGHT:
+        if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:  # each takes memory
             self._in_flight.popleft().finish()
         bucket.launch()
         self._in_flight.append(bucket)
-
-    def _bounded(self, bucket: GradientBucket) -> bool:
-        """True if few may be under way: each takes memory.
-
-        Sums over copies are waited for where a reduction is completed. So with copies all ranks do it at the same
-        point, although buckets may keep full gradients on some of them only.
-        """
-        copies = self.mesh.world_size > self.mesh.shard_size > 1
-        return copies or not bucket.keeps_whole
 
     def _end_backward(self) -> None:
         self._active = False
@@ -461,8 +452,6 @@ class GradientReducer:
         self.reductions += 1
         self._next, self._unreduced = 0, False
         self._left.clear()
-        for bucket in self._in_flight:
-            bucket.finish_sum()
         self._in_flight.clear()
         for number, indices in enumerate(agreed.touched):
             bucket = self.buckets[number]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import compress
@@ -27,6 +28,7 @@ from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import PARAMETERS, MovedStates
 from zero_strategy.fsdp.unshard import InertHook
+from zero_strategy.offload.tier import Streams, streams_of
 from zero_strategy.runtime.torch_private import uncompiled
 
 _UNTOUCHED = 0x7FFF
@@ -132,48 +134,73 @@ class ReductionPlan:
         return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
 
 
+class SideStream:
+    """A device's stream on which collectives wait for one another, so that what is computed waits for none of them."""
+
+    def __init__(self) -> None:
+        self._streams: Streams | None = None
+        self._stream: Any = None
+
+    def within(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, what is queued comes after what is inside; where all is done at once, as on the CPU, it is nothing.
+
+        Memory needs no keeping: nothing but collectives and their waits is queued here, and who made them waits for
+        the last one on the computing stream before memory goes.
+        """
+        self._streams = self._streams or streams_of(device)
+        if self._streams is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = self._streams.new()
+        return self._streams.within(self._stream)
+
+
 class Reduction:
-    """Collectives under way.
+    """Collectives under way: all of them begin at once, each after the one before it.
 
     Args:
         bucket: Whose gradients.
-        work: The sum over the ranks that hold different slices.
+        work: The sum over the ranks that hold different slices, or, with `everywhere`, over all and for all of them.
         sent: The whole buffer; None if gradients are sent from where they lie.
         total: This rank's part of the sum: of `sent`, or memory of its own.
+        side: The stream on which one waits for the other.
         divides: Whether the result is a mean; else who adds it up divides it.
+        everywhere: `sent` will be the sum on all ranks.
 
     Attributes:
         sent, total: As above.
     """
 
     def __init__(
-        self, bucket: ParameterBucket, work: PendingWork, sent: Tensor | None, total: Tensor, *, divides: bool
+        self,
+        bucket: ParameterBucket,
+        work: PendingWork,
+        sent: Tensor | None,
+        total: Tensor,
+        side: SideStream,
+        *,
+        divides: bool,
+        everywhere: bool,
     ) -> None:
-        self._bucket, self._work, self._divides = bucket, work, divides
-        self.sent, self.total = sent, total
-        self._summed = False
-        self._spread: PendingWork | None = None
-
-    def finish_sum(self) -> None:
-        """Complete the sum over all ranks; where everybody keeps full gradients, start spreading it."""
-        if self._summed:
-            return
-        self._summed = True
-        self._work.wait()
-        mesh = self._bucket.mesh
-        if mesh.replicate.size > 1:
-            mesh.replicate.all_reduce(self.total, self._bucket.names)
-            if self._divides:
-                self.total.mul_(1.0 / mesh.world_size)
-        if not self._bucket.placement.shard_optimizer:
-            assert self.sent is not None
-            self._spread = mesh.reduce.all_gather(self.sent, of=self._bucket.names)
+        self.sent, self.total, self._last = sent, total, work
+        mesh, spreads = bucket.mesh, not bucket.placement.shard_optimizer and not everywhere
+        copies = mesh.replicate.size > 1
+        if copies or spreads:
+            with side.within(total.device):
+                if copies:
+                    self._last = mesh.replicate.all_reduce(total, bucket.names, after=self._last)
+                if spreads:
+                    assert sent is not None
+                    self._last = mesh.reduce.all_gather(sent, of=bucket.names, after=self._last)
+        self._scaled = (sent if spreads else total) if copies and divides else None
+        self._factor = 1.0 / mesh.world_size
 
     def wait(self) -> None:
-        """Until it is over."""
-        self.finish_sum()
-        if self._spread is not None:
-            self._spread.wait()
+        """Until it is over (on a GPU: until the current stream will see it)."""
+        self._last.wait()
+        if self._scaled is not None:
+            self._scaled.mul_(self._factor)
+            self._scaled = None
 
 
 class HookedReducer(Protocol):

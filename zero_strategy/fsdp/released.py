@@ -333,7 +333,7 @@ _COPIES = frozenset(
     }
 )  # fmt: skip
 """Functions whose result has a parameter's values, in another form."""
-_LOOKS_AT_GRAPH = frozenset(
+LOOKS_AT_GRAPH = frozenset(
     {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 )
 """Functions that take a parameter as a leaf of a graph, whatever its values are."""
@@ -367,7 +367,7 @@ class _Released:
             RuntimeError: If values are read or written outside of both; names the parameter and the way out.
         """
         kwargs, asker = kwargs or {}, sys._getframe(1)
-        if func in METADATA or func in _LOOKS_AT_GRAPH or (func is Tensor.type and len(args) == 1 and not kwargs):
+        if func in METADATA or func in LOOKS_AT_GRAPH or (func is Tensor.type and len(args) == 1 and not kwargs):
             if not _sends(func, asker):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -379,7 +379,7 @@ class _Released:
             if args[0] is args[1] or all(isinstance(each, _Released) for each in args[:2]):
                 return args[0] is args[1]  # asked to look a parameter up in groups (Lightning's BaseFinetuning)
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
-            return _call(func, args, kwargs)
+            return call_again(func, args, kwargs)
         with DisableTorchFunctionSubclass():
             if func in _PLACES and not (func is Tensor.data_ptr and _is_sender(asker)):
                 return func(*args, **kwargs)
@@ -420,7 +420,7 @@ _GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _quick(name: str) -> property:
+def quick(name: str) -> property:
     """An attribute that is asked for of every parameter in every step: not by way of `__torch_function__`."""
     plain = getattr(Tensor, name)
 
@@ -446,9 +446,10 @@ def _dtype(self: Tensor) -> torch.dtype:
         return cast(torch.dtype, _GET_DTYPE(self))
 
 
-_QUICK = ("grad", "requires_grad", "shape", "device", "is_leaf", "_version")
-for _name in _QUICK:
-    setattr(ReleasedParameter, _name, _quick(_name))
+QUICK = ("grad", "requires_grad", "shape", "device", "is_leaf", "_version")
+"""Such attributes."""
+for _name in QUICK:
+    setattr(ReleasedParameter, _name, quick(_name))
 ReleasedParameter.dtype = property(_dtype)  # type: ignore[assignment]
 
 
@@ -478,8 +479,8 @@ def _dtensor_classes() -> tuple[type, type]:
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             raise RuntimeError(_message(self, "deepcopy"))
 
-    for name in _QUICK:
-        setattr(ReleasedDTensor, name, _quick(name))
+    for name in QUICK:
+        setattr(ReleasedDTensor, name, quick(name))
     return DTensor, ReleasedDTensor
 
 
@@ -489,8 +490,8 @@ def _released_class(plain: type) -> type:
     if plain is nn.Parameter:
         return ReleasedParameter
     made = type(f"Released{plain.__name__}", (_Released, plain), {"__deepcopy__": ReleasedParameter.__deepcopy__})
-    for name in _QUICK:
-        setattr(made, name, _quick(name))
+    for name in QUICK:
+        setattr(made, name, quick(name))
     return made
 
 
@@ -626,7 +627,7 @@ def _sends(func: Callable[..., Any], asker: FrameType) -> bool:
     return (func is Tensor.is_complex and _in_collective(asker)) or (func == _GET_DTYPE and _is_compared(asker))
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_again(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function on parameters whose class has changed meanwhile, and with it what `data` means."""
     if func == GET_DATA:
         return args[0].data

@@ -44,7 +44,7 @@ def _set_data(self: nn.Parameter, values: Tensor) -> None:
         place[0].writes.replace(place[1], values)
 
 
-class _Tracked:
+class Tracked:
     """Base of tracked parameters; without a tracking engine each is what its plain class makes it."""
 
     data = property(_get_data, _set_data)
@@ -66,19 +66,19 @@ class _Tracked:
         return copied
 
 
-class TrackedParameter(_Tracked, nn.Parameter):
+class TrackedParameter(Tracked, nn.Parameter):
     """Never constructed: an `nn.Parameter` is one while its engine has to know of all writes to it."""
 
 
 @functools.cache
 def tracked_class(plain: type) -> type:
     """The class of a parameter of this class while writes to it are counted."""
-    return TrackedParameter if plain is nn.Parameter else type(f"Tracked{plain.__name__}", (_Tracked, plain), {})
+    return TrackedParameter if plain is nn.Parameter else type(f"Tracked{plain.__name__}", (Tracked, plain), {})
 
 
 def plain_class(kind: type) -> type:
     """The class of which `kind` is the tracked one; any other class itself."""
-    found: type = kind.__mro__[2] if issubclass(kind, _Tracked) else kind  # after itself and `_Tracked`
+    found: type = kind.__mro__[2] if issubclass(kind, Tracked) else kind  # after itself and `Tracked`
     return found
 
 
@@ -86,7 +86,7 @@ def track_classes(parameters: Iterable[nn.Parameter]) -> None:
     """From now on writes to these are counted."""
     for parameter in parameters:
         kind = type(parameter)
-        if issubclass(kind, nn.Parameter) and not issubclass(kind, _Tracked):
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, Tracked):
             parameter.__class__ = tracked_class(kind)
 
 

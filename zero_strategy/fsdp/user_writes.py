@@ -96,6 +96,11 @@ class UserWrites:
 
     # ---- what `p.data` gives and takes ----
 
+    @property
+    def aliases(self) -> int:
+        """Number of tensors of its own that it has beside the parameters."""
+        return len(self._aliases)
+
     def data_of(self, index: int) -> Tensor:
         """The values of a full parameter, detached, as `p.data` gives them; all results share one version counter.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DynamoBackend, recursively_apply
+from accelerate.utils import AutocastKwargs, DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,6 +58,7 @@ from zero_strategy.integrations.accelerate_saving import load_prepared, save_pre
 from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.joint_clip import clip_together
 from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
+from zero_strategy.integrations.precision import tell_casts
 from zero_strategy.integrations.sequence_batches import CutLoader
 from zero_strategy.integrations.sequence_models import SequenceModel, divide_sequences
 from zero_strategy.integrations.strategy_setup import verify_settings
@@ -75,6 +76,10 @@ if TYPE_CHECKING:
 
 
 __all__ = ["ZeroAccelerator"]
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of autocast by `mixed_precision`."""
 
 
 class ZeroAccelerator(Accelerator):
@@ -108,6 +113,7 @@ class ZeroAccelerator(Accelerator):
 
     zero_config: ZeroConfig
     scaler: AgreedGradScaler | None
+    autocast_handler: AutocastKwargs | None
     loss_weight: float = 1.0
     doing: str = ""
     _models: list[Any]
@@ -166,6 +172,8 @@ class ZeroAccelerator(Accelerator):
         if facts is not None:
             self._facts = dict(facts(self.zero_config))
         check_owned(self.zero_config, self._facts, later=LATER_KEYS)
+        if self.zero_config.stage == 3 and precision in _AUTOCAST:
+            self.autocast_handler = _without_cache(self.autocast_handler)
         if precision == "fp16":
             self.native_amp = True  # on the CPU, too, where Accelerate's would compute in fp32 without a word
             rule = loss_scale_rule(self.zero_config, self.scaler_handler)
@@ -240,6 +248,9 @@ class ZeroAccelerator(Accelerator):
         for divided in self._divided[id(model)]:
             divided.cut_already = self._loaders_cut
         install_diagnostics(engine)
+        if (dtype := _AUTOCAST.get(self.mixed_precision)) is not None and not evaluation_mode:
+            asked = f"mixed_precision={self.mixed_precision!r}"
+            tell_casts(engine, dtype, asked, f'mixed_precision="no" and model.to({dtype}) before `prepare`')
         engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
         if backend != DynamoBackend.NO:
@@ -653,10 +664,21 @@ class ZeroAccelerator(Accelerator):
         """
         keywords.setdefault("accumulation", self.gradient_accumulation_steps)
         if self.mixed_precision != "no":
-            keywords.setdefault("autocast", {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision))
+            keywords.setdefault("autocast", _AUTOCAST.get(self.mixed_precision))
         if self.num_processes == 1:
             keywords.setdefault("ranks", 1)
         return verify_settings(self.zero_config, factory, keywords)
+
+
+def _without_cache(handler: AutocastKwargs | None) -> AutocastKwargs:
+    """The same autocast without its cache, which would hold casts of parameters that have been released since."""
+    if handler is not None and handler.cache_enabled:
+        warnings.warn(
+            "AutocastKwargs(cache_enabled=True) is left aside at stage 3: the cache would hold a whole copy of the "
+            "model in 16 bits on every rank; use stage 2, where parameters are whole anyway",
+            stacklevel=2,
+        )
+    return AutocastKwargs(enabled=handler is None or handler.enabled, cache_enabled=False)
 
 
 def _has_objects(data: Any) -> bool:

@@ -39,9 +39,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+
+from zero_strategy.ops.fatbin import code_of, driver_version
 
 CACHE_VARIABLE = "ZERO_STRATEGY_CACHE"
 _STALE_SECONDS = 24 * 3600
@@ -243,11 +245,15 @@ CUDA_FLAGS = (
 _UNDEFINED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 """Parts of CUDA's headers that `cpp_extension` leaves out, and the kernels use."""
 IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
-COMMON_ARCHITECTURES = ("80", "90")
-"""What is built where there is no device to ask: A100 and H100/H200."""
+COMMON_ARCHITECTURES = ("75", "80", "90", "100", "120", "compute_100")
+"""Architectures for which a wheel's library is built, and one where there is no device to ask.
+
+Machine code for 80 runs on 86 and 89, too, and likewise in the other majors; the driver makes code for all that came
+after 10.0 and has none of its own (11.0, what is still to come) of PTX, which "compute_100" stands for.
+"""
 LIBRARIES = ("cpu", "cuda", "io")
-CARRIED = ("cpu", "io")
-"""Those that a binary wheel carries."""
+"""All of them; a binary wheel carries each that can be built where it is made."""
+_CARRIED_CUDA_FLAGS = ("-Xfatbin=-compress-all",)
 _TITLES = {"cpu": "cpu ops", "cuda": "cuda ops", "io": "file I/O"}
 
 
@@ -275,6 +281,7 @@ class Recipe:
         flags: Compiler flags.
         compiler: Path of the compiler.
         identity: Name and version of the compiler, and what else depends on this machine.
+        portable: Asks nothing of another machine's toolkit: for wheels.
     """
 
     name: str
@@ -283,6 +290,7 @@ class Recipe:
     flags: tuple[str, ...]
     compiler: str | None
     identity: str
+    portable: bool = False
 
     @property
     def source_key(self) -> str:
@@ -300,7 +308,8 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
 
     Args:
         name: The library.
-        architectures: CUDA architectures such as "90"; default: those of this machine's devices, else a common set.
+        architectures: CUDA architectures such as "90", or "compute_90" for PTX; default: those of this machine's
+            devices, else a common set.
 
     Raises:
         ValueError: If there is no such library.
@@ -318,9 +327,22 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
         return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, compiler, _version_of(compiler))
     nvcc = _nvcc()
     chosen = tuple(architectures) or _device_architectures()
-    flags = (*CUDA_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in chosen))
+    flags = (*CUDA_FLAGS, *map(_gencode, chosen))
     identity = _version_of(nvcc) + (f"\nlinked to CUDA {torch_cuda()}" if takes_cuda_sources(nvcc) else "")
     return Recipe(name, tuple(sources), tuple([*sources, *headers]), flags, nvcc, identity)
+
+
+def carried_recipe(name: str) -> Recipe:
+    """The recipe of a library that a binary wheel carries, whose key is the same on every machine."""
+    if name != "cuda":
+        return recipe(name)
+    made = recipe(name, COMMON_ARCHITECTURES)
+    return replace(made, flags=(*made.flags, *_CARRIED_CUDA_FLAGS), identity=_version_of(made.compiler), portable=True)
+
+
+def _gencode(architecture: str) -> str:
+    number = architecture.removeprefix("compute_")
+    return f"-gencode=arch=compute_{number},code={'sm_' if number == architecture else 'compute_'}{number}"
 
 
 def torch_cuda() -> str | None:
@@ -352,12 +374,34 @@ def obtain(name: str, mode: str) -> Path:
         BuildError: If it has to be built, and that is not allowed or fails.
         UntrustedCacheError: If another user owns or may write the cache.
     """
+    carried, against = carried_path(carried_recipe(name)), ""
+    if carried.is_file():
+        against = _reason_against(carried) if name == "cuda" else ""
+        if not against:
+            return carried
+        against = f"of the wheel's library: {against}; "
     made = recipe(name)
-    carried = carried_path(made)
-    path = carried if carried.is_file() else find(made.source_key, made.compiler_key)
+    path = find(made.source_key, made.compiler_key)
     if path is None and mode == "cached":
-        raise BuildError("not built, and ZERO_STRATEGY_NATIVE=cached")
-    return path or build(made)
+        raise BuildError(f"{against}not built, and ZERO_STRATEGY_NATIVE=cached")
+    try:
+        path = path or build(made)
+    except BuildError as error:
+        raise BuildError(against + error.reason, error.log) from error
+    if name == "cuda" and (against := _reason_against(path)):
+        raise BuildError(against)
+    return path
+
+
+def _reason_against(library: Path) -> str:
+    """Why a CUDA library cannot run under this machine's driver, on its devices; "": it can."""
+    import torch
+
+    capabilities = [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
+    try:
+        return code_of(library).reason_against(capabilities, driver_version())
+    except ValueError as error:
+        return str(error)
 
 
 def build(made: Recipe, *, anew: bool = False, announce: bool = True) -> Path:
@@ -429,7 +473,7 @@ def _compile_cpu(made: Recipe, folder: Path) -> Path:
 
 
 def _compile_cuda(made: Recipe, folder: Path) -> Path:
-    if not takes_cuda_sources(made.compiler):
+    if made.portable or not takes_cuda_sources(made.compiler):
         return _compile_by_nvcc(made, folder)
     home = Path(str(made.compiler)).resolve().parent.parent
     if not (home / "include" / "cuda_runtime.h").exists():  # a script elsewhere that calls it
@@ -461,7 +505,14 @@ def _compile_by_nvcc(made: Recipe, folder: Path) -> Path:
     library = folder / "zero_strategy_cuda.so"
     architectures = [flag for flag in made.flags if flag.startswith("-gencode")]
     # nvcc's own runtime: it need not be the version that torch brings, and the loader need not find it
-    link = [str(made.compiler), "-shared", "-cudart=static", *architectures, *map(str, objects), *_torch_libraries()]
+    link = [
+        str(made.compiler),
+        "-shared",
+        "-cudart=static",
+        *architectures,
+        *map(str, objects),
+        *_torch_libraries(made.portable),
+    ]
     _run([*link, "-o", str(library)])
     return library
 
@@ -475,7 +526,7 @@ def _compile_io(made: Recipe, folder: Path) -> Path:
 _COMPILE = {"cpu": _compile_cpu, "cuda": _compile_cuda, "io": _compile_io}
 
 
-def _torch_libraries() -> list[str]:
+def _torch_libraries(portable: bool) -> list[str]:
     """Named as needed, because importing torch does not make its symbols visible to libraries loaded later.
 
     libtorch names the others that its torch has: a library built beside a torch without CUDA serves one with it, too.
@@ -483,7 +534,8 @@ def _torch_libraries() -> list[str]:
     import torch
 
     folder = Path(torch.__file__).parent / "lib"
-    names = [name for name in ("torch", "torch_cpu", "torch_cuda") if (folder / f"lib{name}.so").exists()]
+    wanted = ("torch", "torch_cpu") if portable else ("torch", "torch_cpu", "torch_cuda")
+    names = [name for name in wanted if (folder / f"lib{name}.so").exists()]
     return ["-Xlinker=--no-as-needed", f"-L{folder}", *(f"-l{name}" for name in names)]
 
 

@@ -175,7 +175,7 @@ def _grad_stats_reference(tensors: Tensors, norm_type: float) -> tuple[Tensor, T
         parts = torch.stack([_power_sum(chunk.double(), norm_type) for chunk in chunks])
         sums.append(parts.max() if math.isinf(norm_type) else parts.sum())
         if math.isfinite(sums[-1]):  # of finite elements: no second pass
-            counts.append(torch.zeros((), dtype=torch.int64))
+            counts.append(torch.zeros((), dtype=torch.int64, device=tensor.device))
         else:
             counts.append(torch.stack([_nonfinite(chunk) for chunk in chunks]).sum())
     return torch.stack(sums), torch.stack(counts)

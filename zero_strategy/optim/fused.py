@@ -158,9 +158,26 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def _count(segments: Sequence[Segment]) -> list[float]:
     """Adds one to every step count, and returns them."""
     steps = [segment.state["step"] for segment in segments]
+    if not all(step.is_cpu for step in steps):
+        steps = _brought_to_host(segments)
     foreach_add_(steps, 1)
     found: list[float] = torch.stack(steps).tolist()
     return found
+
+
+def _brought_to_host(segments: Sequence[Segment]) -> list[Tensor]:
+    """Step counts as the ops take them, from now on: torch's `fused` and `capturable` keep them on the device.
+
+    A state dict of theirs may come among fresh ones. One copy for all of a device, in the first step after it alone.
+    """
+    away: dict[torch.device, list[Segment]] = {}
+    for segment in segments:
+        if not segment.state["step"].is_cpu:
+            away.setdefault(segment.state["step"].device, []).append(segment)
+    for those in away.values():
+        for segment, step in zip(those, torch.stack([each.state["step"] for each in those]).cpu(), strict=True):
+            segment.state["step"] = step.clone()
+    return [segment.state["step"] for segment in segments]
 
 
 def _table(rows: list[list[float]]) -> Tensor:

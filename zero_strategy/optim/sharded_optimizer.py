@@ -652,6 +652,10 @@ class ShardedOptimizer:
                 if isinstance(value, Tensor):
                     values[key] = move(value)
 
+    def viewed(self) -> Iterator[int]:
+        """For each piece, what it is a view of, by id."""
+        return (id(storage) for _, _, storage in self._pieces.values())
+
     def refresh_pieces(self) -> None:
         """Have pieces of the present master weights, before these move."""
         for parameter in self.parameters():

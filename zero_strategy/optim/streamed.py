@@ -34,6 +34,7 @@ from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedPart, Offlo
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
 from zero_strategy.optim.fused import Segment, UpdateRule
+from zero_strategy.runtime.host_threads import share_of_cores
 
 _ALIGNMENT = 64
 _ROOMS = 2
@@ -252,7 +253,8 @@ class StreamedStep:
             self._update(rule, chunk, held, scale, steps, copies)
 
         try:
-            self._slots.run(chunks, work, wait=False)
+            with share_of_cores():
+                self._slots.run(chunks, work, wait=False)
         finally:
             if copies is not None:
                 copies.end()

@@ -226,7 +226,7 @@ def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:
     flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=_dtype(weight), device=weight.device)
     if grad is not None:
         flat[: held.numel()] = local_gradient(weight, grad).reshape(-1)
-    group.all_reduce(flat)
+    group.all_reduce(flat).wait()
     total: Tensor = flat[: held.numel()].view(held.shape)
     if grad is None:
         weight.grad = like(weight, total.clone())
@@ -457,5 +457,5 @@ def _sum(weight: Tensor, total: Tensor | None, group: Communicator) -> Tensor:
     flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=dtype, device=weight.device)
     if total is not None:
         flat[: held.numel()] = total.reshape(-1)
-    group.all_reduce(flat)
+    group.all_reduce(flat).wait()
     return flat[: held.numel()].view(held.shape)

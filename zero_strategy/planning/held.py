@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zero_strategy.fsdp.layout import round_up
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.planning.buckets import BLOCK
-from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.runtime.terminal import size, table
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LedgeredEngine(Protocol):
 def ledger_of(engine: LedgeredEngine) -> Ledger:
     """Every long-lived buffer of this rank; between steps none of them is a peak.
 
-    Memory of others (activations, what a framework keeps, NCCL's own buffers) is not in it; see `reconcile`.
+    Memory of others (activations, what a framework keeps) is not in it; see `reconcile`.
     """
     device = engine.model.device
     ledger = Ledger(device_type=device.type)
@@ -112,6 +112,8 @@ def ledger_of(engine: LedgeredEngine) -> Ledger:
     for name in EXCHANGES:
         kept = getattr(engine.mesh, name).buffer_bytes
         ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))
+    measured = engine.mesh.communicator_bytes
+    ledger.add(Entry("communication", "device", COMMUNICATORS, measured, measured))
     snapshot = engine.saver.snapshot_bytes
     ledger.add(Entry("snapshot", "host", Owner("checkpoint"), snapshot, snapshot))
     asked, taken = engine.saver.snapshot_file_bytes
@@ -246,6 +248,7 @@ def reconcile(engine: _Ledgered) -> Reconciliation:
     """
     ledger = engine.ledger()
     device, host = ledger.tier_bytes("device"), ledger.tier_bytes("host")
+    device -= sum(entry.taken for entry in ledger if entry.owner == COMMUNICATORS)  # not of torch's allocator
     found = []
     if ledger.device_type == "cuda":
         place = engine.model.device

@@ -61,6 +61,10 @@ class Owner(NamedTuple):
     """Names of the bucket's parameters."""
 
 
+COMMUNICATORS = Owner("communicators")
+"""Memory of a GPU that NCCL takes for an engine's groups, beside torch's allocator."""
+
+
 class Bytes(NamedTuple):
     """A sum over entries."""
 

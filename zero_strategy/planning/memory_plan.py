@@ -36,7 +36,7 @@ from zero_strategy.planning.buckets import (
     staying,
     stop_of,
 )
-from zero_strategy.planning.ledger import Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.planning.model_shape import (
     BufferShape,
     ModelShape,
@@ -52,6 +52,13 @@ _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 _CANDIDATES = 3
 """Ranks that are looked at for the fullest: rank 0 saves buffers, from rank 2 on there is one exchange buffer more.
 Otherwise ranks differ by the counters of their pieces."""
+
+_CHANNELS = 16
+_CHANNEL_BYTES = (4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+"""Of a connection: NCCL's default buffers for its protocols Simple, LL128 and LL (`init.cc`)."""
+ASSUMED_COMMUNICATOR_BYTES = _CHANNELS * _CHANNEL_BYTES
+"""Memory of a GPU for one of NCCL's communicators: a ring of as many channels as GPUs of one host have by NVLink. An
+assumption: GPUs by PCIe have 2 to 4 channels, trees and a switch's own reductions take more. An engine measures it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class MemoryPlan:
             `mesh.sequence` divide them.
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
+        communicator_bytes: Of one of NCCL's on a GPU; an engine's are `mesh.communicator_bytes`, measured.
+        autocast: Dtype of autocast around forwards; None: there is none.
     """
 
     model: ModelShape
@@ -86,6 +95,8 @@ class MemoryPlan:
     tokens: int = 0
     recompute: bool = False
     accumulation: int = 1
+    communicator_bytes: int = ASSUMED_COMMUNICATOR_BYTES
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.tokens and self.model.costs is None:
@@ -158,7 +169,7 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        placement = placement_for(self.resolved.config, self.offload.parameters)
+        placement = placement_for(self.resolved.config, shard, self.offload.parameters)
         for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
             ledger.add(entry)
         for entry in self._sums_going_down(units, rank):
@@ -167,6 +178,8 @@ class MemoryPlan:
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):
             ledger.add(Entry("activations", "device", Owner(owner), nbytes, nbytes, peak=True))
         ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
+        casts = self._cast_bytes(units)
+        ledger.add(Entry("activations", "device", Owner("casts of autocast"), casts, casts, peak=True))
         return ledger
 
     def _activation_bytes(self) -> tuple[int, int]:
@@ -183,6 +196,24 @@ class MemoryPlan:
             -(-self.tokens // ranks), itemsize, settings, offload=offload, divided=ranks > 1
         )
 
+    def _cast_bytes(self, units: Units) -> int:
+        """Copies that autocast makes of matrices, and autograd keeps from forward to backward: of all, on each rank.
+
+        With units computed again in backward, of one unit. Embeddings, which are not cast, are among them, for a shape
+        does not tell what it is used for.
+        """
+        if self.autocast is None:
+            return 0
+        found = [sum(map(self._cast_numel, unit)) * self.autocast.itemsize for unit in units]
+        again = self.recompute or self.resolved.config.activation_checkpointing.mode == "full"
+        return found[0] + max(found[1:], default=0) if again else sum(found)
+
+    def _cast_numel(self, bucket: BucketFacts) -> int:
+        """Elements of a bucket's matrices that have another dtype than autocast's."""
+        if bucket.dtype == self.autocast or not bucket.dtype.is_floating_point:
+            return 0
+        return sum(segment.numel for segment in bucket.layout.segments if len(segment.shape) > 1)
+
     def _buffer_bytes(self, buffer: BufferShape) -> int:
         return buffer.numel * self._buffer_dtype(buffer).itemsize
 
@@ -194,9 +225,12 @@ class MemoryPlan:
 
     def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
         """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
-        if self.device_type != "cpu":
-            return  # NCCL's own are not known
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
+        if self.device_type != "cpu":
+            groups = 2 * (shard > 1) + (replicas > 1) + (self.resolved.config.mesh.sequence > 1)
+            nbytes = groups * self.communicator_bytes
+            yield Entry("communication", "device", COMMUNICATORS, nbytes, nbytes)
+            return
         placement, buckets = placement_of(self.resolved), [bucket for unit in units for bucket in unit]
         reduced = [b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable]
         gathered = [
@@ -356,7 +390,7 @@ class _BucketEntries:
 
     def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays
-        self.placement = placement_for(plan.resolved.config, plan.offload.parameters)
+        self.placement = placement_for(plan.resolved.config, plan.resolved.shard, plan.offload.parameters)
         self.slice = bucket.layout.slice_bounds(shard_rank)
         self.owned = bucket.owned(self.placement, shard_rank)
 
@@ -468,6 +502,7 @@ def plan_model(
     tokens: int = 0,
     recompute: bool = False,
     accumulation: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> MemoryPlan:
     """Plan a run. See `ZeroConfig.plan`."""
     units = config.config.units if isinstance(config, ResolvedConfig) else config.units
@@ -500,4 +535,5 @@ def plan_model(
         tokens,
         recompute,
         accumulation,
+        autocast,
     )

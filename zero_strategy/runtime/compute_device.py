@@ -149,6 +149,12 @@ def _exchange_of_capture_modes() -> Callable[[Any], int] | None:
         return None
 
 
+def bytes_beside_torch(device: torch.device) -> int:
+    """Memory of a GPU that is taken, but not by torch's allocator in this process: contexts, NCCL, other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def gpus_of(tensors: Iterable[Tensor]) -> list[torch.device]:
     """GPUs on which these are, each once."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))

@@ -353,6 +353,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that `module.compile()` has made; None: it was not called."""
+    return module._compiled_call_impl
+
+
 AnyBatchNorm = _BatchNorm
 """The base class of all modules for batch normalization."""
 
@@ -376,6 +381,20 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
         return function(*args, **kwargs)
 
     return call
+
+
+def compiled_frames() -> int:
+    """Number of functions of Python's that `torch.compile` has compiled in this process, or has tried to."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["frames"]["total"])
+
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def holders_of(tensor: Tensor) -> int | None:
+    """A count of those who hold a tensor's memory, more by a constant; None where torch does not tell."""
+    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
 # ---- processes and devices ----
@@ -447,11 +466,32 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
     if q.is_cpu:
         out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse, None
-    if q.dtype in (torch.bfloat16, torch.float16):
+    width = q.shape[-1]
+    q, k, v = _in_eights(q, k, v)
+    if _takes_flash(q):
         found = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return found[0], found[1], found[2:8]
+        return found[0].narrow(-1, 0, width), found[1], found[2:8]
     out, lse, seed, offset = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]], (seed, offset)
+    return out.narrow(-1, 0, width), lse.narrow(-1, 0, q.shape[2]), (seed, offset)
+
+
+def _in_eights(*tensors: Tensor) -> list[Tensor]:
+    """With zeros behind the width, up to a multiple of 8 as the kernels need it: they add nothing to any score."""
+    missing = -tensors[0].shape[-1] % 8
+    return [torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors] if missing else list(tensors)
+
+
+def _takes_flash(q: Tensor) -> bool:
+    """True if torch's flash kernels take these, forward and backward; the memory-efficient ones take all."""
+    width, capability = q.shape[-1], torch.cuda.get_device_capability(q.device)
+    # Consumer GPUs have too little shared memory for the backward of these widths (torch's `sdp_utils.cpp`).
+    narrow = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and capability >= (8, 0)
+        and width <= 256
+        and not (narrow and 192 < width <= 224)
+    )
 
 
 def attention_backward(
@@ -463,7 +503,10 @@ def attention_backward(
         found = ops._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
-    elif q.dtype in (torch.bfloat16, torch.float16):
+        return found[0], found[1], found[2]
+    width = q.shape[-1]
+    grad, q, k, v, out = _in_eights(grad, q, k, v, out)
+    if _takes_flash(q):
         cum_q, cum_k, rows, columns, seed, offset = rest
         found = ops._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, cum_q, cum_k, rows, columns, 0.0, causal, seed, offset, scale=scale
@@ -474,4 +517,5 @@ def attention_backward(
         found = ops._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, padded, *rest, 0.0, mask, causal, scale=scale
         )
-    return found[0], found[1], found[2]
+    in_q, in_k, in_v = (each.narrow(-1, 0, width) for each in found[:3])
+    return in_q, in_k, in_v
