@@ -21,14 +21,16 @@ int fail(void) { return last = 2; }
 """
 SCRIPT = """
 import ctypes, sys, warnings
+import pytest
 import torch
+from tests.device.gpus import Gpus
 runtime = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 
 class Binding:  # as torch's: it gives the code, and does not ask for it
     def cudaHostRegister(self, address, nbytes, flags):
         return runtime.fail()
 
-torch.cuda.is_available = lambda: True
+gpus = Gpus(pytest.MonkeyPatch(), seen=1)
 torch.cuda.cudart = lambda: Binding()
 from zero_strategy.offload.tier import HostMemory, HostTier
 memory = HostMemory(4096, pinned=True)
@@ -46,7 +48,9 @@ def test_a_failed_registration_leaves_no_error(tmp_path: Path) -> None:
     source, library = tmp_path / "runtime.c", tmp_path / "libruntime.so"
     source.write_text(RUNTIME)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(library)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", SCRIPT, str(library)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
 
 

@@ -535,5 +535,5 @@ def plan_model(
         tokens,
         recompute,
         accumulation,
-        autocast,
+        autocast=autocast,
     )
