@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zero_strategy.comm.transport as transport
 from tests.launcher import Launcher
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
@@ -96,6 +97,21 @@ def values_of_collectives() -> list[str]:
 def test_values(ranks: Launcher, world: int) -> None:
     for wrong in ranks(world)(values_of_collectives):
         assert not wrong
+
+
+def small_messages_of_many(least: int) -> list[Any]:
+    """As where there are more ranks than `least`."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_MOST_DIRECT", least)
+        group = Communicator(dist.group.WORLD, CommunicationCounters())
+        values = torch.tensor([rank, 2 * rank]), torch.tensor(0.5 * rank), torch.tensor([rank % 2 == 0]), torch.empty(0)
+        return [[one.tolist() for one in group.all_gather_small(value)] for value in values]
+
+
+def test_small_messages_among_many(ranks: Launcher) -> None:
+    expected = [[[0, 0], [1, 2], [2, 4]], [0.0, 0.5, 1.0], [[True], [False], [True]], [[], [], []]]
+    assert ranks(3)(small_messages_of_many, 1) == ranks(3)(small_messages_of_many, 8) == [expected] * 3
 
 
 def several_at_once() -> bool:

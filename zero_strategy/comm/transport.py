@@ -239,6 +239,27 @@ _MOST_DIRECT = 8
 """Ranks among which small messages go straight from each to each."""
 
 
+def gather_by_doubling(
+    value: Tensor, rank: int, size: int, swap: Callable[[Tensor, int, Tensor, int], None]
+) -> list[Tensor]:
+    """Every rank's value, in rank order, in log2(size) rounds; in round k from the rank 2^k further on (Bruck's way).
+
+    Args:
+        value: This rank's; of the same shape on all.
+        rank: This one.
+        size: Number of ranks.
+        swap: Sends a tensor to a rank while another one fills from a rank.
+    """
+    rows = value.new_empty((size, value.numel()))  # row i: the value of the i-th rank from this one on
+    rows[0] = value.reshape(-1)
+    have = 1
+    while have < size:
+        count = min(have, size - have)
+        swap(rows[:count], (rank - have) % size, rows[have : have + count], (rank + have) % size)
+        have += count
+    return [rows[(other - rank) % size].view(value.shape) for other in range(size)]
+
+
 class HostCollectives(Collectives):
     """See `Collectives`; on tensors of the CPU."""
 
@@ -294,13 +315,20 @@ class HostCollectives(Collectives):
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`."""
-        values = self._room_for_all(value)
-        if self.size <= _MOST_DIRECT:
-            self.exchange([value] * self.size, values)
-        else:
-            with transport_errors():
-                dist.all_gather(values, value.clone(), group=self.group)
+        if self.size > _MOST_DIRECT and value.numel():
+            return gather_by_doubling(value, self.rank, self.size, self._swap)
+        self.exchange([value] * self.size, values := self._room_for_all(value))
         return values
+
+    def _swap(self, sent: Tensor, target: int, room: Tensor, source: int) -> None:
+        tag = 1 + sent.nbytes % (1 << 30)  # see `_exchange_by_gloo`
+        with transport_errors():
+            works: list[Any] = [
+                dist.irecv(room.view(torch.uint8), group=self.group, group_src=source, tag=tag),
+                dist.isend(sent.view(torch.uint8), group=self.group, group_dst=target, tag=tag),
+            ]
+            for work in works:
+                work.wait()
 
     def exchange_card(self, card: Tensor) -> list[Tensor]:
         """The same, by gloo's messages alone, so that no memory is shared for it."""
