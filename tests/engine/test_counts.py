@@ -82,7 +82,8 @@ def count_new(stage: int, accumulation: int, steps: int) -> Counts:
     sent = engine.counters.elements_sent / steps
     parameters = sum(p.numel() for p in model.parameters())
     state = dict(engine.state_bytes())
-    # Memory that ranks share is in no tensor for long.
+    engine.model.arrivals.finish()
+    # Memory that ranks share is in no tensor for long: when nothing is under way.
     shared = sum(getattr(engine.mesh, name).buffer_bytes for name in EXCHANGES)
     live = live_bytes() - before + shared
     return Counts(parameters, sent, state, live)

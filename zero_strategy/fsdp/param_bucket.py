@@ -167,7 +167,6 @@ class ParameterBucket:
         self.gathered = True
         self._fill(blank)
         self.writes.note()
-        self._own_holders = holders_of(self._flat)
 
     @property
     def flat(self) -> Tensor:
@@ -452,8 +451,8 @@ class ParameterBucket:
     def _is_held(self, pieces: int) -> bool:
         """True if others than the engine may hold the bucket's memory."""
         holders = holders_of(self._flat)
-        own = self._own_holders
-        return holders is None or own is None or holders > own + pieces + self.writes.aliases
+        own = 2 + 2 * len(self.parameters)  # `flat`, the slice in it, the parameters and their views
+        return holders is None or holders > own + pieces + self.writes.aliases
 
     @property
     def arriving(self) -> bool:
@@ -611,7 +610,6 @@ class ParameterBucket:
             self.views = [self.segment_view(index) for index in range(len(self.parameters))]
             if self.gathered:
                 self._point_at_flat()
-            self._own_holders = holders_of(self._flat)
         if not has_master:
             self.master = self.weights
 

@@ -393,8 +393,12 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 def holders_of(tensor: Tensor) -> int | None:
-    """A count of those who hold a tensor's memory, more by a constant; None where torch does not tell."""
-    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
+    """Number of tensors, and of others, that share a tensor's memory, itself included; None: torch does not tell."""
+    if _use_count is None:
+        return None
+    alone = torch.empty(0)  # the count has one more, for the storage as Python sees it
+    asked = _use_count(alone.untyped_storage()._cdata) - 1
+    return _use_count(tensor.untyped_storage()._cdata) - asked
 
 
 # ---- processes and devices ----
