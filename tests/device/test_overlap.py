@@ -11,7 +11,7 @@ import torch
 
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.recorder import Collective, Recorder
-from tests.device.test_streams import device
+from tests.device.test_streams import CPU, device
 from tests.device.test_streams import train as train_small
 from tests.engine.nets import loss_of
 from zero_strategy.comm.collectives import PendingWork
@@ -29,11 +29,11 @@ def train(recorder: Recorder, units: int = UNITS, **settings: Any) -> None:
     engine.attach(optimizer)
     with recorder:
         for _ in range(STEPS):
-            loss_of(model(torch.ones(4, 16, 64)).float()).backward()
+            loss_of(model(torch.ones(4, 16, 64, device=CPU)).float()).backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            model(torch.ones(4, 16, 64))
+            model(torch.ones(4, 16, 64, device=CPU))
     engine.close()
 
 
@@ -109,7 +109,7 @@ def read_on_another_stream(recorder: Recorder) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
     with recorder:
-        loss_of(model(torch.ones(4, 16, 64)).float()).backward()
+        loss_of(model(torch.ones(4, 16, 64, device=CPU)).float()).backward()
         optimizer.step()
         other = recorder.new()
         kept = []
@@ -117,7 +117,7 @@ def read_on_another_stream(recorder: Recorder) -> None:
             kept += [parameter * 1 for parameter in model.parameters()]
         recorder.computing.wait_stream(other)
         with torch.no_grad():
-            model(torch.ones(4, 16, 64))
+            model(torch.ones(4, 16, 64, device=CPU))
     engine.close()
 
 

@@ -496,7 +496,8 @@ def test_a_clip_reads_the_norm_and_whether_it_is_finite_and_nothing_else(stage: 
                 model(torch.ones(4, 6, device=CPU))
             engine.drain()
         engine.close()
-    assert set(recorder.syncs) == {"cpu()"} and len(recorder.syncs) <= 2 and not recorder.races
+    # Sums and counts, which a real device sends in one copy, are read from what it has sent (`stats_on_host`).
+    assert len(recorder.syncs) == 2 and not recorder.races, recorder.syncs
 
 
 @pytest.mark.parametrize("settings", PLACEMENTS, ids=str)
