@@ -3,8 +3,9 @@
     python -m benchmarks.host_waits --device cuda --out waits.json --traces traces
 
 One rank. Each mode trains two steps, then one under `torch.cuda.set_sync_debug_mode("warn")`, whose warnings are told
-by the innermost line of this package, in its part of the step; then one under torch's profiler, for the device's busy
-time, its launches and a trace. On the CPU, which has no such waits, the modes only run.
+by the innermost line of this package, in its part of the step; then three for the time. After all of them each trains
+once more, one step under torch's profiler, for the device's busy time, its launches and a trace: a process that has
+profiled once launches everything more slowly. On the CPU, which has no such waits, the modes only run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,27 +99,38 @@ def step_of(engine: Any, model: Any, optimizer: Any, rows: torch.Tensor, waits: 
     optimizer.zero_grad()
 
 
-def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Waits, device time and bytes of one mode."""
-    gpu = device.type == "cuda"
+@contextmanager
+def training(
+    name: str, options: argparse.Namespace, device: torch.device, waits: Waits
+) -> Iterator[Callable[[], None]]:
+    """A step of one mode, after two."""
     with device:
         model = build(options.model, options.length)
-    engine = ZeroEngine(model, load_config(MODES[name]), compute_dtype=torch.bfloat16 if gpu else None, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else None
+    engine = ZeroEngine(model, load_config(MODES[name]), compute_dtype=dtype, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine.attach(optimizer)
     rows = torch.randint(SIZES[options.model].vocabulary, (options.rows, options.length + 1)).to(device)
-    waits = Waits()
+    step = partial(step_of, engine, model, optimizer, rows, waits)
     for _ in range(2):
-        step_of(engine, model, optimizer, rows, waits)
+        step()
+    try:
+        yield step
+    finally:
+        engine.close()
+
+
+def measured(step: Callable[[], None], waits: Waits, device: torch.device) -> dict[str, Any]:
+    """Waits, seconds and bytes of one mode."""
     with waits.watched(device):
-        step_of(engine, model, optimizer, rows, waits)
+        step()
     row: dict[str, Any] = {"waits": [[*key, count] for key, count in waits.found.most_common()]}
-    if gpu:
+    if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(3):
-            step_of(engine, model, optimizer, rows, waits)
+            step()
         queued = time.perf_counter() - start
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
@@ -127,20 +140,18 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
             "peak": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
             "retries": stats["num_alloc_retries"],
-            **profiled(name, options, lambda: step_of(engine, model, optimizer, rows, waits)),
         }
-    engine.close()
     return row
 
 
-def profiled(name: str, options: argparse.Namespace, step: Any) -> dict[str, Any]:
+def profiled(step: Callable[[], None], name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Busy time and launches of one step under torch's profiler; its trace is kept, packed."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step()
         torch.cuda.synchronize()
-    on_device = [event for event in found.events() if event.device_type.name == "CUDA"]
+    on_device = [event for event in found.events() if event.device_type.name == "CUDA" and "#" not in event.name]
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
         path = options.traces / (name.replace(" ", "_").replace(",", "") + ".json")
@@ -176,19 +187,27 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
     )
     try:
-        for name in (each.strip() for each in options.modes.split(";")):
+        modes = [each.strip() for each in options.modes.split(";")]
+        for name in modes:
+            waits = Waits()
             try:
-                found[name] = measure(name, options, device)
+                with training(name, options, device, waits) as step:
+                    found[name] = measured(step, waits, device)
             except Exception as error:  # the next mode tells more than the end of all
                 traceback.print_exc()
                 found[name] = {"failed": f"{type(error).__name__}: {error}", "waits": []}
             gc.collect()
-            row = {key: value for key, value in found[name].items() if key not in ("waits", "most")}
+            row = {key: value for key, value in found[name].items() if key != "waits"}
             print(f"{name}: {len(found[name]['waits'])} lines wait; {json.dumps(row)}", flush=True)
             for part, at, count in found[name]["waits"]:
                 print(f"    {count:>4} x {part}: {at}", flush=True)
-            if options.out is not None:
-                options.out.write_text(json.dumps({"torch": torch.__version__, "modes": found}, indent=1))
+        for name in modes if device.type == "cuda" else ():
+            if "failed" not in found[name]:
+                with training(name, options, device, Waits()) as step:
+                    found[name] |= profiled(step, name, options)
+                print(f"{name}: {found[name]['kernels']} kernels, {found[name]['device seconds']:.4f} s", flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps({"torch": torch.__version__, "modes": found}, indent=1))
     finally:
         dist.destroy_process_group()
     return found
