@@ -193,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             try:
                 with training(name, options, device, waits) as step:
                     found[name] = measured(step, waits, device)
+                del step  # it holds the model
             except Exception as error:  # the next mode tells more than the end of all
                 traceback.print_exc()
                 found[name] = {"failed": f"{type(error).__name__}: {error}", "waits": []}
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if "failed" not in found[name]:
                 with training(name, options, device, Waits()) as step:
                     found[name] |= profiled(step, name, options)
+                del step
                 print(f"{name}: {found[name]['kernels']} kernels, {found[name]['device seconds']:.4f} s", flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps({"torch": torch.__version__, "modes": found}, indent=1))

@@ -195,3 +195,23 @@ def test_what_nccl_does_not_know_travels_as_bytes(dtype: torch.dtype) -> None:
         assert job.then is not None
         job.then()
         assert [one.float().sum().item() for one in wanted] == [1.0, 2.0, 0.0, 4.0]
+
+
+def test_only_the_first_wait_of_gloo_s_work_is_torch_s() -> None:
+    """Its works of a device's tensors copy their result in each wait."""
+
+    class Work:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+        def is_completed(self) -> bool:
+            return False
+
+    work = Work()
+    once = transport.WaitedOnce(work, torch.device("cpu"))
+    assert not once.is_completed()
+    once.wait()
+    once.wait()
+    assert work.waits == 1 and once.is_completed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_all_states_leave_a_device_that_was_named_without_index() -> None:
+    gc.collect()
+    torch.ones(2, 512, device="cuda") @ torch.ones(512, 512, device="cuda")  # cuBLAS takes what it keeps for itself
+    torch.nn.functional.linear(*(torch.ones(512, 512, device="cuda") for _ in range(2)), torch.ones(512, device="cuda"))
+    others = torch.cuda.memory_allocated()
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = ZeroEngine(model, {"stage": 2}, device=torch.device("cuda"))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -27,9 +32,9 @@ def test_all_states_leave_a_device_that_was_named_without_index() -> None:
     model(torch.ones(2, 512, device="cuda")).sum().backward()
     optimizer.step()
     assert engine.device == torch.device("cuda", torch.cuda.current_device())
-    held = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated() - others
     engine.offload_states()
-    assert torch.cuda.memory_allocated() < held // 4
+    assert torch.cuda.memory_allocated() - others < held // 4
     engine.reload_states()
     model(torch.ones(2, 512, device="cuda")).sum().backward()
     optimizer.step()
@@ -115,7 +120,7 @@ def test_kernels_take_any_width(width: int, dtype: torch.dtype, causal: bool) ->
 
 
 def test_memory_of_a_communicator_is_seen(nccl: object) -> None:  # noqa: F811
-    """Of one rank, which is the least; `pytest -s` prints it."""
+    """Of one rank, which is the least; `pytest -s` prints it. What else runs on the device is seen, too."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.synchronize()
     before = bytes_beside_torch(device)
@@ -124,4 +129,4 @@ def test_memory_of_a_communicator_is_seen(nccl: object) -> None:  # noqa: F811
     torch.cuda.synchronize()
     taken = bytes_beside_torch(device) - before
     print(f"\na communicator of one rank: {taken / 2**20:.1f} MiB beside torch's allocator")
-    assert 0 <= taken < 2**30
+    assert taken < 2**30

@@ -152,30 +152,6 @@ def test_the_host_is_ahead_in_forward_and_backward(nccl: object, settings: dict[
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("settings", OFF, ids=str)
-def test_copies_hide_behind_what_is_computed(nccl: object, settings: dict[str, Any]) -> None:  # noqa: F811
-    """Time of forwards and backwards beside that of the same stage with all on the device."""
-    milliseconds = []
-    for more in ({"stage": settings["stage"]}, settings):
-        engine, model, optimizer = large_engine(**more)
-        x = torch.randn(BATCH, LARGE, device="cuda", dtype=torch.bfloat16)
-        times = []
-        for _ in range(4):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            model(x).square().mean().backward()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-            optimizer.zero_grad()
-        milliseconds.append(min(times))
-        engine.close()
-        del engine, model, optimizer, x
-        torch.cuda.empty_cache()
-    print(f"{settings}: {milliseconds[0]:.1f} ms on the device, {milliseconds[1]:.1f} ms offloaded")
-    assert milliseconds[1] < 1.25 * milliseconds[0]
-
-
 def test_offloaded_gradients_have_the_same_bits(nccl: object) -> None:  # noqa: F811
     """Sums of three micro-batches, added on the device and kept on the host, beside sums kept on the device."""
     found = []

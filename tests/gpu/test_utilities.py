@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ __all__ = ["nccl"]
 
 
 def test_scratch_is_on_the_current_device_and_figures_count_it(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # what other tests have left would go meanwhile
     before, scratch = get_ma_status(), GlobalMemoryBuffer()
     held = scratch.get_tensor((1 << 20,), torch.float32, "a")
     assert held.device == torch.device("cuda", torch.cuda.current_device())

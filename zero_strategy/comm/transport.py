@@ -455,25 +455,32 @@ _native_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 class WaitedOnce:
-    """Work of which the second wait is no work.
+    """Work of which only the first wait is one of torch's.
 
-    Gloo carries out part of a collective of a GPU's tensors in `wait`: it would copy the result once more, on whatever
-    stream is current then.
+    Gloo carries out part of a collective of a GPU's tensors in `wait`, on the stream that is current then: a second
+    wait would copy the result once more, over what has been computed since.
 
     Args:
         work: Of torch.
+        device: Of its tensors.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, device: torch.device) -> None:
         self._work: Work | None = work
+        self._device = device
         self._lock = threading.Lock()
+        self._there: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Wait for it, or for who waits already."""
+        """Let the current stream see the result."""
         with self._lock:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
+                if self._device.type == "cuda":
+                    self._there = torch.cuda.current_stream(self._device).record_event()
+            elif self._there is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._there)
 
     def is_completed(self) -> bool:
         """True once somebody has waited for it."""
@@ -513,7 +520,7 @@ class DeviceCollectives(Collectives):
     def _begin(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Work:
         """Let torch begin a collective; what it gives can be waited for any number of times."""
         work: Work = collective(*tensors, group=self.group, async_op=True, **options)
-        return work if self._is_nccl else WaitedOnce(work)
+        return work if self._is_nccl else WaitedOnce(work, tensors[0].device)
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""

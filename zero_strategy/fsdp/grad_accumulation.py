@@ -551,11 +551,16 @@ class PowerSums:
 
     def add_up(self) -> None:
         """Read what was taken; on a device that has been computed by now, or the host would wait for it."""
-        for here, sums, bad in self._taken:
-            for piece, value, count in zip(here, sums.tolist(), bad.tolist(), strict=True):
-                before, known = self._found[piece.index]
-                total = max(before, value) if math.isinf(self.norm_type) else before + value
-                self._found[piece.index] = total, known + int(count)
+        if not self._taken:
+            return
+        # In one copy, from a device; counts below 2^53 are exact.
+        sums = torch.cat([taken[1] for taken in self._taken])
+        counts = torch.cat([taken[2] for taken in self._taken]).double()
+        pieces = [piece for here, _, _ in self._taken for piece in here]
+        for piece, value, count in zip(pieces, *torch.stack([sums, counts]).tolist(), strict=True):
+            before, known = self._found[piece.index]
+            total = max(before, value) if math.isinf(self.norm_type) else before + value
+            self._found[piece.index] = total, known + int(count)
         self._taken.clear()
 
     def of(self, index: int) -> Powers | None:
