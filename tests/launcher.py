@@ -164,6 +164,7 @@ def _clean_state(env: Mapping[str, str], permanent: PermanentObjects) -> Iterato
         os.chdir(directory)
         _forget_device_meshes()
         torch._dynamo.reset()  # it would keep the run's compiled modules, and so their engines and groups
+        torch._dynamo.utils.counters.clear()  # of what was compiled
         gc.collect()
         permanent.restore()
 

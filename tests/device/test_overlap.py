@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -20,6 +21,13 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp import param_bucket
 
 UNITS, STEPS = 12, 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """As in a process without `torch.compile`: other tests may have used it in this one."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.counters.clear()
 
 
 def train(recorder: Recorder, units: int = UNITS, **settings: Any) -> None:
@@ -132,4 +140,12 @@ def test_the_stream_of_the_step_waits_whoever_reads_first() -> None:
 def test_chained_collectives_wait_as_they_have_to(settings: dict[str, Any], dtype: torch.dtype | None) -> None:
     with device(4) as recorder:
         train_small(recorder, micro=2, dtype=dtype, **settings)
+    assert not recorder.races and not recorder.syncs
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_of_undivided_state_wait_for_the_gradients(stage: int) -> None:
+    """Two replicas of one shard each: no sum of a shard group comes before, for which the side stream would wait."""
+    with device(2) as recorder:
+        train_small(recorder, micro=2, stage=stage, mesh={"replicate": 2})
     assert not recorder.races and not recorder.syncs

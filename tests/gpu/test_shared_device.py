@@ -121,6 +121,8 @@ PIPELINES = [
 
 @pytest.mark.parametrize("cases", [PIPELINES, [pipelines.Case(2, 2, 3)]], ids=["two stages", "two stages twice"])
 def test_pipelines_train_as_one_process(ranks_of_one_device: Launcher, cases: list[pipelines.Case]) -> None:
+    if "nccl" not in ranks_of_one_device.backend:
+        pytest.skip("tensors go between stages by NCCL, whatever connects the ranks")
     expected = {
         case: pipelines.plain(case.copies, case.micro_batches, case.tied, shared_device.DEVICE) for case in cases
     }

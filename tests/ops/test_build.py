@@ -15,7 +15,7 @@ import pytest
 from tests.warm import run_warm
 from zero_strategy.cli import main
 from zero_strategy.ops import build as cache
-from zero_strategy.ops.build import BuildError, recipe
+from zero_strategy.ops.build import BuildError, recipe, shared_libstdcxx
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
@@ -281,3 +281,25 @@ def test_an_unknown_library_is_named() -> None:
     with pytest.raises(ValueError, match="no native library 'tpu'; there are cpu, cuda"):
         recipe("tpu")
     assert BuildError("why", "log").log == "log"
+
+
+def test_a_compiler_with_a_static_library_alone_links_the_process_s(tmp_path: Path) -> None:
+    """It would put a second C++ library into the process, which breaks in the first error text."""
+    static = tmp_path / "g++"
+    static.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in -print-file-name=*) echo "${1#*=}"; exit;; esac\n'
+        f'exec {shutil.which("g++")} "$@" -static-libstdc++\n'
+    )
+    static.chmod(0o755)
+    source = tmp_path / "text.cpp"
+    source.write_text(
+        "#include <sstream>\nint text(int n) { std::ostringstream s; s << n; return (int)s.str().size(); }"
+    )
+    needed = {}
+    for name, options in (("own", []), ("shared", shared_libstdcxx(str(static)))):
+        made = tmp_path / f"{name}.so"
+        subprocess.run([static, "-O1", "-fPIC", "-shared", source, "-o", made, *options], check=True)
+        needed[name] = b"libstdc++.so.6" in made.read_bytes()
+    assert needed == {"own": False, "shared": True}
+    assert shared_libstdcxx("g++") == [] and shared_libstdcxx(str(tmp_path / "none")) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,16 @@ def test_what_has_passed_is_left_out_and_what_failed_comes_last() -> None:
     assert [each.name for each in found] == ["hangs", "bad"]
 
 
-def test_a_suite_leaves_its_status_its_figures_and_what_it_printed() -> None:
-    with open("/dev/null", "w") as log:
-        assert run(GOOD, True, 60.0, log)["figures"] == {"ratio": 2}
-        assert run(BAD, True, 60.0, log)["exit status"] == 3
+def test_a_suite_leaves_its_status_its_figures_and_what_it_printed(tmp_path: Path) -> None:
+    assert run(GOOD, True, 60.0, tmp_path)["figures"] == {"ratio": 2}
+    assert run(BAD, True, 60.0, tmp_path)["exit status"] == 3
+    assert "seen" in (tmp_path / "good.txt").read_text()
 
 
 def test_a_suite_that_outlasts_its_time_ends_with_all_its_processes(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w") as log:
-        found = run(HANGS, True, 0.5, log)
+    found = run(HANGS, True, 0.5, tmp_path)
     assert found["status"] == OVER
-    assert "begun" in (tmp_path / "log").read_text()
+    assert "begun" in (tmp_path / "hangs.txt").read_text()
 
 
 def test_a_call_goes_on_where_the_last_one_stopped(
@@ -56,7 +56,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(
     again = json.loads((tmp_path / "results" / "results.json").read_text())["suites"]
     assert again["good"] == first["good"]  # not run again
     assert main([*call, "--only", "good"]) == 0
-    assert "seen" in (tmp_path / "results" / "log.txt").read_text()
+    assert "seen" in (tmp_path / "results" / "good.txt").read_text()
 
 
 def test_results_that_are_there_are_kept(tmp_path: Path) -> None:
@@ -85,3 +85,17 @@ def test_without_a_gpu_the_way_out_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--rehearse" in done.stderr
+
+
+def test_neighbours_that_measure_nothing_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two waits for a file of the other's."""
+    code = "import pathlib, sys, time; here = pathlib.Path({here!r}); (here / {mine!r}).touch()\n"
+    code += "while not (here / {other!r}).exists(): time.sleep(0.01)"
+    pair = [
+        replace(suite(mine, code.format(here=str(tmp_path), mine=mine, other=other)), rehearsal=(), beside=True)
+        for mine, other in (("one", "two"), ("two", "one"))
+    ]
+    monkeypatch.setattr(gpu_check, "SUITES", tuple(pair))
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check.torch.cuda, "get_device_name", lambda index: "a device")
+    assert main(["--out", str(tmp_path / "results"), "--minutes", "1"]) == 0

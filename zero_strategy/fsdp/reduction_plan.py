@@ -142,7 +142,9 @@ class SideStream:
         self._stream: Any = None
 
     def within(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Inside, what is queued comes after what is inside; where all is done at once, as on the CPU, it is nothing.
+        """Inside, what is queued comes after what is inside, and after what computes so far.
+
+        Where all is done at once, as on the CPU, it is nothing.
 
         Memory needs no keeping: nothing but collectives and their waits is queued here, and who made them waits for
         the last one on the computing stream before memory goes.
@@ -152,6 +154,8 @@ class SideStream:
             return nullcontext()
         if self._stream is None:
             self._stream = self._streams.new()
+        # A shard group of one rank has no sum to wait for: what is sent is then what has just been computed.
+        self._stream.wait_stream(self._streams.current())
         return self._streams.within(self._stream)
 
 

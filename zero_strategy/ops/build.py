@@ -466,6 +466,7 @@ def _compile_cpu(made: Recipe, folder: Path) -> Path:
         "name": "zero_strategy_cpu",
         "sources": [str(path) for path in made.sources],
         "extra_cflags": list(made.flags),
+        "extra_ldflags": shared_libstdcxx(str(made.compiler)),
         "build_directory": str(folder),
     }
     _run([sys.executable, "-c", _COMPILING, json.dumps(order)], {"CXX": str(made.compiler)})
@@ -482,6 +483,7 @@ def _compile_cuda(made: Recipe, folder: Path) -> Path:
         "name": "zero_strategy_cuda",
         "sources": [str(path) for path in made.sources],
         "extra_cuda_cflags": [*made.flags, *(f"-U__CUDA_NO_{part}__" for part in _UNDEFINED)],
+        "extra_ldflags": shared_libstdcxx(os.environ.get("CXX", "c++")),
         "build_directory": str(folder),
         "with_cuda": True,
     }
@@ -512,6 +514,7 @@ def _compile_by_nvcc(made: Recipe, folder: Path) -> Path:
         *architectures,
         *map(str, objects),
         *_torch_libraries(made.portable),
+        *shared_libstdcxx("c++"),
     ]
     _run([*link, "-o", str(library)])
     return library
@@ -521,6 +524,23 @@ def _compile_io(made: Recipe, folder: Path) -> Path:
     library = folder / "zero_strategy_io.so"
     _run([str(made.compiler), *made.flags, *map(str, made.sources), "-o", str(library)])
     return library
+
+
+def shared_libstdcxx(compiler: str) -> list[str]:
+    """Linker options by which the process's C++ library is used where the compiler has a static one only.
+
+    A library with a copy of its own dies in the first error text: streams of one copy ask for the other's facets.
+
+    Args:
+        compiler: The C++ compiler that links.
+    """
+    name = "libstdc++.so"
+    try:
+        found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    # A compiler that does not find a file gives its name back; one that has no such option fails.
+    return ["-l:libstdc++.so.6"] if not found.returncode and found.stdout.strip() == name else []
 
 
 _COMPILE = {"cpu": _compile_cpu, "cuda": _compile_cuda, "io": _compile_io}

@@ -29,7 +29,7 @@ def test_zero2_by_formula(gpus: int, nodes: int) -> None:
     assert host == 4 * COUNT * gpus, "each rank builds the model"
     host, device = stage_1_and_2.estimate_zero2_model_states_mem_needs(COUNT, gpus, nodes, cpu_offload=True)
     assert near(host, max(16 / world, 4) * COUNT * gpus)  # gradients leave the device with the optimizer's state
-    assert near(device, 2 * COUNT + in_flight)
+    assert near(device, 2 * COUNT + in_flight + 4 * unit / world)  # a slice of gradients on its way to the host
 
 
 def test_zero3_by_formula() -> None:
