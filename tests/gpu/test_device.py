@@ -34,7 +34,7 @@ def test_all_states_leave_a_device_that_was_named_without_index() -> None:
     assert engine.device == torch.device("cuda", torch.cuda.current_device())
     held = torch.cuda.memory_allocated() - others
     engine.offload_states()
-    assert torch.cuda.memory_allocated() - others <= held // 4
+    assert torch.cuda.memory_allocated() - others < held // 4
     engine.reload_states()
     model(torch.ones(2, 512, device="cuda")).sum().backward()
     optimizer.step()
