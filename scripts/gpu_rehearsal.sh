@@ -14,7 +14,7 @@ if ! test -e "$environment/.made"; then
   "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "torch==$version" -r scripts/gpu_machine.txt
   # antlr comes as source only: built here, for there is nothing to build it with there.
   "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$wheels" \
-    'omegaconf>=2.3,<2.4' 'hydra-core>=1.3,<1.4' 'antlr4-python3-runtime==4.9.3'
+    'omegaconf>=2.3,<2.4' 'hydra-core>=1.3,<1.4' 'antlr4-python3-runtime==4.9.3' 'zstandard>=0.22'
   touch "$environment/.made"
 fi
 
