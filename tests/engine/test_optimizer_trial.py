@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.engine.nets import loss_of, net
 from tests.engine.test_optimizers import train
 from tests.engine.trainings import DEFAULTS, PlainTraining, play
 from tests.launcher import Launcher
-from zero_strategy.optim.optimizer_checks import why_not_elementwise
+from zero_strategy.optim.optimizer_checks import check_elementwise, why_not_elementwise
 
 Rule = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
 
@@ -227,3 +228,20 @@ def trained(training: PlainTraining, rule: Rule) -> None:
 def test_it_trains_at_every_stage_as_one_process_would(ranks: Launcher, rule: Rule) -> None:
     for wrong in ranks(2)(play, partial(trained, rule=rule), DEFAULTS, tolerance=1e-6):
         assert not wrong
+
+
+class OfFewBits(torch.optim.AdamW):
+    """Says of its state what bitsandbytes' optimizers of 8 bits say, which keep 32 where a trial looks."""
+
+    def __init__(self, params: Any, bits: int) -> None:
+        super().__init__(params)
+        self.args = SimpleNamespace(optim_bits=bits)
+
+
+def test_states_in_blocks_are_refused_whatever_the_trial_finds() -> None:
+    assert why_not_elementwise(OfFewBits(net().parameters(), 8)) is None
+    for declared in ((), ("OfFewBits",)):
+        with pytest.raises(TypeError, match=r"of 8 bits, with a scale for each block.*matrix_optimizers=\['OfFewBits'"):
+            check_elementwise(OfFewBits(net().parameters(), 8), declared)
+    check_elementwise(OfFewBits(net().parameters(), 8), whole=True)
+    check_elementwise(OfFewBits(net().parameters(), 32))

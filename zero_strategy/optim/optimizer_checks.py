@@ -78,6 +78,14 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     """
     if isinstance(optimizer, FusedOptimizer):
         return  # LAMB's norms are added up over pieces
+    if not whole and (few := _in_blocks(optimizer)):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer {name} cannot run on pieces of parameters: {few}, and the blocks of a piece are others than "
+            "those of the whole parameter, so that a run would depend on the number of ranks, and its state could not "
+            f"be saved. With matrix_optimizers=[{name!r}] and matrix_parameters=['*'] each parameter lies whole on one "
+            "rank; or use stage 0, where every rank holds all of them."
+        )
     for cls in type(optimizer).__mro__:
         if cls.__name__ in asserted:
             return
@@ -105,6 +113,21 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
         f"it needs whole matrices, with matrix_optimizers=[{name!r}]; or use stage 0, where every rank holds full "
         "parameters."
     )
+
+
+def _in_blocks(optimizer: Optimizer) -> str:
+    """States of few bits that share a scale in blocks, as bitsandbytes and torchao say it, in words; "": it has none.
+
+    A trial does not tell: they keep 32 bits for small parameters, for those of other sizes than blocks (torchao) and
+    for those that were excepted by their place among the parameters (bitsandbytes, by transformers for embeddings).
+    """
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
+    if isinstance(bits, int) and bits < 16:
+        return f"its state is of {bits} bits, with a scale for each block of elements"
+    size = getattr(optimizer, "block_size", None)
+    if isinstance(size, int) and size > 1 and type(optimizer).__module__.startswith("torchao."):
+        return f"its state is of few bits, with a scale for each block of {size} elements"
+    return ""
 
 
 _RATES = ("lr", "initial_lr")
