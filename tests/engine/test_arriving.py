@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
+from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.comm.transport import HostCollectives, Job
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -73,6 +74,11 @@ READS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 }
 
 
+def as_a_device(patch: pytest.MonkeyPatch) -> None:
+    """Gathers of a thread are waited for like those of a device, which nobody has to carry out."""
+    patch.setattr(PendingWork, "is_of_thread", False)
+
+
 def delayed(patch: pytest.MonkeyPatch, seconds: float = SECONDS) -> None:
     """Let every gather take its time."""
     gather = HostCollectives.all_gather
@@ -87,6 +93,7 @@ def delayed(patch: pytest.MonkeyPatch, seconds: float = SECONDS) -> None:
         return Job(run, job.then)
 
     patch.setattr(HostCollectives, "all_gather", late)
+    as_a_device(patch)
 
 
 def stepped(stage: int, dtype: torch.dtype | None, step: Callable[[Any, Any], Any]) -> tuple[Any, Any, bool]:
@@ -139,6 +146,7 @@ def read_early() -> list[str]:
     """The same where nobody waits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(param_bucket._Arrival, "wait", lambda self: None)
+        as_a_device(patch)
         return read(1, None, SOME, seconds=0.5)
 
 
@@ -151,6 +159,12 @@ def test_these_reads_would_be_too_early(ranks: Launcher) -> None:
 
 def shared_by_others(stage: int) -> list[bool]:
     """For each way of holding a bucket's memory: whether its values are on their way after a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_a_device(patch)
+        return _held_in_each_way(stage)
+
+
+def _held_in_each_way(stage: int) -> list[bool]:
     found = []
     for take in (lambda p: p[0], lambda p: p.data, lambda p: p.detach().numpy(), lambda p: p.detach().view(-1)):
         model: Any = net()
@@ -217,3 +231,22 @@ def test_a_step_waits_for_the_values_of_the_one_before(ranks: Launcher) -> None:
     for stage in (1, 2):
         for found in ranks(2)(partial(steps_without_a_forward), stage):
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def never_closed() -> int:
+    """Engines in cycles that nobody has closed, with nothing after their last step: collecting them ends."""
+    for _ in range(3):
+        model: Any = net()
+        engine = ZeroEngine(model, load_config(stage=2, units={"min_numel": 0}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine.attach(optimizer)
+        loss_of(model(torch.ones(2, 6))).backward()
+        optimizer.step()
+        model.cycle = [engine, optimizer, model]
+        del model, engine, optimizer
+    gc.collect()
+    return len(gc.garbage)
+
+
+def test_collecting_an_engine_that_nobody_has_closed_ends(ranks: Launcher) -> None:
+    assert ranks(2, timeout=40)(never_closed) == [0, 0]

@@ -178,6 +178,11 @@ class PendingWork:
         if then is not None:
             then()
 
+    @property
+    def is_of_thread(self) -> bool:
+        """True if a thread of the host carries it out, which ends with the transport."""
+        return any(isinstance(work, Future) for work in self._works)
+
     def follow(self) -> Callable[[], None]:
         """A call that only waits for the works: a thread of the host, or a device's current stream, comes after them.
 

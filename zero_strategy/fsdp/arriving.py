@@ -8,8 +8,9 @@ An optimizer's step starts a gather of each bucket, and nobody waits. The values
   it arrives in `__torch_function__`, as for released parameters (`fsdp/released.py`);
 - by the engine's own code, since `ParameterBucket.flat` waits.
 
-On a GPU the stream on which the step ran waits, so that it is as if the step had waited, and with it any other stream
-that reads first. On the CPU a thread of the transport's writes meanwhile.
+The stream on which the step ran waits, so that it is as if the step had waited, and with it any other stream that reads
+first. On the CPU the step itself waits: a thread of the transport's brings the values there, which may have ended by
+the time an engine is collected that nobody has closed.
 
 What none of these sees makes the step wait, as it would otherwise: tensors that share a bucket's memory and are
 somebody else's (views of parameters, what `p.data` gave, numpy arrays), which the count of references shows; modules

@@ -436,12 +436,14 @@ class ParameterBucket:
             copied: See `publish`.
 
         Returns:
-            False if somebody could use them unseen: it has been waited for.
+            False if somebody could use them unseen, or a thread of the host brings them: it has been waited for.
         """
         gathers = self.placement.shard_optimizer and not self.placement.shard_parameters and self.mesh.shard_size > 1
         unseen = not gathers or not can_wait(self.parameters) or self._is_held(pieces)  # before a gather holds it, too
         work = self.publish(copied=copied)
-        if unseen:
+        # What a thread brings would be waited for by whoever collects an engine that nobody has closed, and the thread
+        # may have ended by then.
+        if unseen or work.is_of_thread:
             work.wait()
             return False
         show_arriving(self.parameters)
