@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "offload_optimizer=cpu", "offload_optimizer=none"
     ]  # fmt: skip
     held = load_config(stage=2).plan(model, world_size=8, compute_dtype=torch.bfloat16, device="cuda", snapshots=False)
-    assert f"{held.ledger().tier_bytes('device') / 2**30:.2f}GB" in live
+    states = replace(held, communicator_bytes=0)  # what these functions estimate
+    assert f"{states.ledger().tier_bytes('device') / 2**30:.2f}GB" in live
     stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold(COUNT)
     stage3.estimate_zero3_model_states_mem_needs_all_cold(COUNT, LAYER)
     assert "2M in its largest unit" in capsys.readouterr().out
