@@ -391,7 +391,7 @@ def test_state_of_fused_steps_is_a_mapping(ranks: Launcher, tmp_path: Path, tier
     offload = {"optimizer": tier, **({"nvme_path": str(tmp_path)} if tier == "nvme" else {})}
     config = {"offload": offload} if tier else {"fused_optimizers": True}
     setting = Setting(3 if tier == "nvme" else 2, "per_micro_batch", config)
-    for wrong in ranks(2)(wrong_operations, [setting], 1e-4, IN_TIERS if tier else tuple(OPERATIONS)):
+    for wrong in ranks(2, timeout=180)(wrong_operations, [setting], 1e-4, IN_TIERS if tier else tuple(OPERATIONS)):
         assert not wrong
 
 
