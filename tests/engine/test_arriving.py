@@ -76,7 +76,7 @@ READS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 
 def as_a_device(patch: pytest.MonkeyPatch) -> None:
     """Gathers of a thread are waited for like those of a device, which nobody has to carry out."""
-    patch.setattr(PendingWork, "is_of_thread", False)
+    patch.setattr(PendingWork, "holds_host", False)
 
 
 def delayed(patch: pytest.MonkeyPatch, seconds: float = SECONDS) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.test_streams import OFFLOADED, PLACEMENTS
 from tests.faulty import Fault, die, no_number
 from tests.gpu import shared_device
 from tests.gpu.shared_device import (
@@ -29,18 +30,10 @@ pytestmark = pytest.mark.gpu
 
 CASES: list[dict[str, Any]] = [
     {"stage": 0},
-    {"stage": 1},
-    {"stage": 2},
-    {"stage": 3},
-    {"stage": 3, "prefetch": 2},
-    {"stage": 3, "reshard_after_backward": False},
-    {"stage": 3, "gradient_reduction": "per_step"},
+    *PLACEMENTS,
+    *OFFLOADED,
     {"stage": 1, "mesh": {"replicate": 2}},
     {"stage": 3, "mesh": {"replicate": 2}},
-    {"stage": 2, "offload": {"optimizer": "cpu"}},
-    {"stage": 2, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
-    {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
-    {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
     {"stage": 3, "activation_checkpointing": "full"},
     {"stage": 3, "activation_checkpointing": "selective", "offload": {"activations": "cpu"}},
     {"stage": 2, "offload": {"activations": "cpu"}},

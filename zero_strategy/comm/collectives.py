@@ -21,7 +21,16 @@ from torch import Tensor
 
 from zero_strategy.comm.process_group import end_with
 from zero_strategy.comm.shared_memory import Scattered, decode_card, encode_card
-from zero_strategy.comm.transport import Collectives, DeviceCollectives, Fetch, HostCollectives, Job, Run, Work
+from zero_strategy.comm.transport import (
+    Collectives,
+    DeviceCollectives,
+    Fetch,
+    HostCollectives,
+    Job,
+    Run,
+    WaitedOnce,
+    Work,
+)
 from zero_strategy.runtime.observer import Observed, Span, Transfer
 from zero_strategy.watchdog.flight_recorder import CollectiveLog, CollectiveRecord, Subject, TransportError
 
@@ -179,9 +188,9 @@ class PendingWork:
             then()
 
     @property
-    def is_of_thread(self) -> bool:
-        """True if a thread of the host carries it out, which ends with the transport."""
-        return any(isinstance(work, Future) for work in self._works)
+    def holds_host(self) -> bool:
+        """True if a wait holds the host: until a thread has carried it out, or gloo, which end with the transport."""
+        return any(isinstance(work, (Future, WaitedOnce)) for work in self._works)
 
     def follow(self) -> Callable[[], None]:
         """A call that only waits for the works: a thread of the host, or a device's current stream, comes after them.

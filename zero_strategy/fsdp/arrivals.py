@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -23,10 +22,10 @@ class Arrivals:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        self._hooks: dict[int, list[Any]] = {}
         self._units = [unit for unit in units if unit.buckets]
         self._users = [_users(unit, module) for unit in self._units]
         self._scripted = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
-        self._hooks: dict[int, list[Any]] = {}
 
     def are_seen(self) -> bool:
         """True if uses of parameters can be seen, on the whole."""
@@ -54,9 +53,8 @@ class Arrivals:
             self.arrive(number)
 
     def __del__(self) -> None:
-        """Parameters outlive their engine, and nobody else knows of what comes to them."""
-        with suppress(Exception):
-            self.finish()
+        """Parameters outlive their engine, and nobody else knows of what comes to them; no host waits in it."""
+        self.finish()
 
 
 def _users(unit: Unit, root: nn.Module) -> list[nn.Module]:

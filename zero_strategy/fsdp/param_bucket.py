@@ -436,14 +436,13 @@ class ParameterBucket:
             copied: See `publish`.
 
         Returns:
-            False if somebody could use them unseen, or a thread of the host brings them: it has been waited for.
+            False if somebody could use them unseen, or a wait for them holds the host: it has been waited for.
         """
         gathers = self.placement.shard_optimizer and not self.placement.shard_parameters and self.mesh.shard_size > 1
         unseen = not gathers or not can_wait(self.parameters) or self._is_held(pieces)  # before a gather holds it, too
         work = self.publish(copied=copied)
-        # What a thread brings would be waited for by whoever collects an engine that nobody has closed, and the thread
-        # may have ended by then.
-        if unseen or work.is_of_thread:
+        # Whoever collects an engine that nobody has closed would wait for a thread, which may have ended by then.
+        if unseen or work.holds_host:
             work.wait()
             return False
         show_arriving(self.parameters)
