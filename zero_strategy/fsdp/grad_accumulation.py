@@ -553,14 +553,14 @@ class PowerSums:
         """Read what was taken; on a device that has been computed by now, or the host would wait for it."""
         if not self._taken:
             return
-        # In one copy, from a device; counts below 2^53 are exact.
-        sums = torch.cat([taken[1] for taken in self._taken])
-        counts = torch.cat([taken[2] for taken in self._taken]).double()
         pieces = [piece for here, _, _ in self._taken for piece in here]
-        for piece, value, count in zip(pieces, *torch.stack([sums, counts]).tolist(), strict=True):
+        sums, counts = ops.stats_to_host(
+            torch.cat([sums for _, sums, _ in self._taken]), torch.cat([counts for _, _, counts in self._taken])
+        )
+        for piece, value, count in zip(pieces, sums.tolist(), counts.tolist(), strict=True):
             before, known = self._found[piece.index]
             total = max(before, value) if math.isinf(self.norm_type) else before + value
-            self._found[piece.index] = total, known + int(count)
+            self._found[piece.index] = total, known + count
         self._taken.clear()
 
     def of(self, index: int) -> Powers | None:

@@ -25,6 +25,7 @@ from zero_strategy.ops.multi_tensor import (
     local_multi_tensor_scale,
     scale_,
     stats_on_host,
+    stats_to_host,
     unflatten_,
 )
 from zero_strategy.ops.optimizers import (
@@ -53,6 +54,7 @@ __all__ = [
     "lamb_rates",
     "grad_stats",
     "stats_on_host",
+    "stats_to_host",
     "l2norm",
     "scale_",
     "axpby_",

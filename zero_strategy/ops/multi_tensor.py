@@ -55,9 +55,13 @@ def stats_on_host(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tenso
     order = norm_order(norm_type)
     if len(tensors) and lacks_kernels(tensors[0].device):
         return foreach.stats_on_host(tensors, order)
-    sums, counts = grad_stats(tensors, order)
-    if sums.device.type == "cpu":
-        return sums, counts
+    return stats_to_host(*grad_stats(tensors, order))
+
+
+def stats_to_host(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64 sums and integer counts on the CPU; from another device by one copy, for which the host waits."""
+    if sums.is_cpu:
+        return sums, counts.to(torch.int64)
     both = torch.stack([sums, counts.double()]).cpu()  # counts below 2^53 are exact
     return both[0], both[1].to(torch.int64)
 

@@ -173,18 +173,10 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
         norms = torch.stack([torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values])
         norms = norms if math.isinf(norm_type) else norms**norm_type
         counts = torch.stack([(~torch.isfinite(value)).sum() for value in values])
-        sums[indices], nonfinite[indices] = _on_host(norms, counts)
+        sums[indices], nonfinite[indices] = ops.stats_to_host(norms, counts)
     for indices in by_device.values():
         sums[indices], nonfinite[indices] = ops.stats_on_host([shards[index].detach() for index in indices], norm_type)
     return sums, nonfinite
-
-
-def _on_host(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Both on the CPU, from another device by one copy, for which the host waits; counts are exact in float64."""
-    if sums.is_cpu:
-        return sums, counts.to(torch.int64)
-    both = torch.stack([sums, counts.to(sums.dtype)]).cpu()
-    return both[0], both[1].to(torch.int64)
 
 
 class OwnGradients:

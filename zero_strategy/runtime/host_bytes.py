@@ -26,7 +26,7 @@ PAGE = 4096
 """Bytes; a multiple of the logical block size of any disk in use."""
 
 
-class HostBlock(Protocol):
+class HeldBytes(Protocol):
     """Memory of the host, which lasts as long as this object."""
 
     bytes: torch.Tensor
@@ -39,9 +39,9 @@ class AlignedArena:
         make: Gives memory of so many bytes, such as page-locked memory for copies from a device; None: plain memory.
     """
 
-    def __init__(self, make: Callable[[int], HostBlock] | None = None) -> None:
+    def __init__(self, make: Callable[[int], HeldBytes] | None = None) -> None:
         self._make = make
-        self._block: HostBlock | None = None
+        self._block: HeldBytes | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._at = 0
 
