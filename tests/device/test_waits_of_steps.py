@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.device.gpu_tensor import GpuTensor, waits_in
+from zero_strategy.ops import stats_to_host
 from zero_strategy.optim.fused import Segment, adam_rows
-from zero_strategy.optim.grad_norm import _on_host
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -20,7 +20,7 @@ def test_sums_and_counts_come_in_one_copy() -> None:
     """Of tensors that the op does not take; counts beyond float32 are exact."""
     found: list[tuple[Tensor, Tensor]] = []
     sums, counts = torch.tensor([0.5, math.inf], dtype=torch.float64), torch.tensor([0, 2**24 + 1])
-    assert waits_in(lambda: found.append(_on_host(GpuTensor(sums), GpuTensor(counts)))) == ["aten::_to_copy"]
+    assert waits_in(lambda: found.append(stats_to_host(GpuTensor(sums), GpuTensor(counts)))) == ["aten::_to_copy"]
     assert found[0][0].tolist() == sums.tolist() and found[0][1].tolist() == counts.tolist()
 
 
