@@ -52,6 +52,8 @@ PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dyn
 """Loaded once, in the server; the last because the first optimizer of any process loads it."""
 PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft"]
 """Loaded there too where the test process has loaded them: seconds that each rank would need for itself."""
+PATIENCE = 180.0
+"""Seconds until a run without an answer is given up: several times those of the slowest machine that was met."""
 _LOG_TAIL = 20_000
 
 
@@ -302,7 +304,7 @@ class RankPool:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE,
         grace: float = 1.0,
         env: Mapping[str, str] | None = None,
         backend: str = "gloo",
@@ -447,7 +449,7 @@ class Launcher:
         self._pools: dict[int, RankPool] = {}
 
     def __call__(
-        self, world: int, *, timeout: float = 60.0, grace: float = 1.0, env: Mapping[str, str] | None = None
+        self, world: int, *, timeout: float = PATIENCE, grace: float = 1.0, env: Mapping[str, str] | None = None
     ) -> Runner:
         """A runner on ``world`` ranks.
 
