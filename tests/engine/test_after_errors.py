@@ -141,7 +141,7 @@ def torn_micro_batch(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_reset_drops_the_micro_batches_of_a_torn_step_whole(ranks: Launcher, stage: int) -> None:
-    for found in ranks(2, timeout=20)(torn_micro_batch, stage):
+    for found in ranks(2)(torn_micro_batch, stage):
         assert found == {"before": True, "after": True, "wrong": []}
 
 

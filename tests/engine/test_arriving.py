@@ -249,4 +249,4 @@ def never_closed() -> int:
 
 
 def test_collecting_an_engine_that_nobody_has_closed_ends(ranks: Launcher) -> None:
-    assert ranks(2, timeout=40)(never_closed) == [0, 0]
+    assert ranks(2)(never_closed) == [0, 0]

@@ -263,7 +263,7 @@ def different_models() -> str:
 
 
 def test_ranks_with_different_models(ranks: Launcher) -> None:
-    for message in ranks(2, timeout=20)(different_models):
+    for message in ranks(2)(different_models):
         assert message != "no error"
         assert "weight" in message and "rank" in message
 
@@ -304,7 +304,7 @@ def torn_backward(stage: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_torn_backward_without_reset_does_not_pass_in_silence(ranks: Launcher, stage: int) -> None:
-    for found in ranks(2, timeout=20)(torn_backward, stage):
+    for found in ranks(2)(torn_backward, stage):
         assert found["equal"] == "True"
         assert found["with"] == "no error"
         assert found["without"] == "no error" or "reset" in found["without"]

@@ -99,7 +99,7 @@ def play_stages(stages: list[int], make: Optimizers, meddle: Callable[..., bool]
     ],
 )
 def test_other_rules_from_the_start(ranks: Launcher, make: Optimizers, words: str) -> None:
-    for found in ranks(2, timeout=60)(play_stages, STAGES, make, nothing):
+    for found in ranks(2)(play_stages, STAGES, make, nothing):
         for taken, error in found:
             assert taken == 0
             assert words in error
@@ -115,7 +115,7 @@ def test_other_rules_from_the_start(ranks: Launcher, make: Optimizers, words: st
     ],
 )
 def test_rules_that_come_to_differ(ranks: Launcher, meddle: Callable[..., bool], stages: list[int], words: str) -> None:
-    for rank, found in enumerate(ranks(2, timeout=60)(play_stages, stages, adam, meddle)):
+    for rank, found in enumerate(ranks(2)(play_stages, stages, adam, meddle)):
         for taken, error in found:
             assert taken == 3 - (meddle is skip_step and rank == 1), error
             assert words in error
@@ -177,7 +177,7 @@ def build(config: list[dict[str, Any]]) -> str:
     ],
 )
 def test_settings_are_compared(ranks: Launcher, configs: list[dict[str, Any]], words: str) -> None:
-    for error in ranks(2, timeout=60)(build, configs):
+    for error in ranks(2)(build, configs):
         assert words in error
         assert ("ranks were given different settings" in error) == bool(words)
 

@@ -115,7 +115,7 @@ def test_other_units_of_equal_size_are_an_error_on_all_ranks(
     """As many gathers and reductions of the same sizes on all ranks: nothing but the order gives them away."""
     config = {"prefetch": prefetch, **({release: False} if release else {})}
     for by_rank in ([[0, 1, 2, 3], [1, 0, 2, 3]], [[0, 1], [1, 0]], [[0], [1]], [[0, 1, 2], [0, 3, 2]]):
-        for message in ranks(2, timeout=20)(different_orders, by_rank, steps_before, config):
+        for message in ranks(2)(different_orders, by_rank, steps_before, config):
             assert REASON in message and "stage 2" in message, by_rank
 
 
@@ -123,7 +123,7 @@ def test_other_units_of_equal_size_are_an_error_on_all_ranks(
 def test_an_order_of_one_rank_alone_is_never_silently_wrong(ranks: Launcher, prefetch: int) -> None:
     """Units that were fetched ahead arrive in the usual order on all ranks; their gradients are ready in another."""
     for by_rank in ([[0, 1, 2, 3], [1, 0, 2, 3]], [[0, 1, 3, 2], [0, 1, 2, 3]]):
-        for outcome in ranks(2, timeout=20)(different_orders, by_rank, 2, {"prefetch": prefetch}):
+        for outcome in ranks(2)(different_orders, by_rank, 2, {"prefetch": prefetch}):
             assert outcome == "right" or REASON in outcome, by_rank
 
 
@@ -172,7 +172,7 @@ def failing_reads(folder: str, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_read_error_of_one_rank_is_raised_on_all(ranks: Launcher, stage: int, tmp_path: Path) -> None:
-    first, second = ranks(2, timeout=20)(failing_reads, str(tmp_path / "saved"), stage)
+    first, second = ranks(2)(failing_reads, str(tmp_path / "saved"), stage)
     for kind in ("model", "exp_avg"):
         assert second[kind].startswith("OSError: the disk is gone at "), kind
         assert first[kind].startswith("RuntimeError: failed on other rank(s): {1: ")

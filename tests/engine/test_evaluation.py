@@ -112,12 +112,12 @@ def uneven_evaluation(kind: int, batches: list[int], modes: bool) -> list[tuple[
 @pytest.mark.parametrize("kind", [0, 1, 2, 3])
 def test_uneven_evaluation_of_a_model_without_an_optimizer(ranks: Launcher, kind: int) -> None:
     for batches in ([1, 3], [4, 2]):
-        for found in ranks(2, timeout=30)(uneven_evaluation, kind, batches, True):
+        for found in ranks(2)(uneven_evaluation, kind, batches, True):
             assert all(right for _, right in found), found
 
 
 def test_uneven_evaluation_on_three_ranks(ranks: Launcher) -> None:
-    for found in ranks(3, timeout=30)(uneven_evaluation, 0, [3, 1, 2], False):
+    for found in ranks(3)(uneven_evaluation, 0, [3, 1, 2], False):
         assert all(right for _, right in found), found
 
 
@@ -144,7 +144,7 @@ def test_a_batch_is_announced_and_not_each_unit(ranks: Launcher, kind: int, firs
     Units are told in the first step alone: all of them where no rank has seen a step, else those that were there then.
     """
     batches = [first, 6]
-    for messages, units in ranks(2, timeout=30)(messages_of_evaluation, kind, batches):
+    for messages, units in ranks(2)(messages_of_evaluation, kind, batches):
         told = messages - first - 2 * (6 - first) - 1
         assert units > 3 and told == (units if first == 0 else kind == 2)
 
@@ -152,7 +152,7 @@ def test_a_batch_is_announced_and_not_each_unit(ranks: Launcher, kind: int, firs
 @pytest.mark.parametrize("batches", [[0, 2], [2, 0], [0, 0]])
 def test_a_rank_without_any_batch(ranks: Launcher, batches: list[int]) -> None:
     for kind in (0, 3):
-        for found in ranks(2, timeout=30)(uneven_evaluation, kind, batches, False):
+        for found in ranks(2)(uneven_evaluation, kind, batches, False):
             assert all(right for _, right in found), found
 
 

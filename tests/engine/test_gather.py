@@ -477,7 +477,7 @@ def test_whole_state_is_read_and_written(ranks: Launcher, stage: int) -> None:
 def test_an_error_of_one_rank_reaches_the_test(ranks: Launcher) -> None:
     """The oracle of the tests above: a rank that raises alone fails the run."""
     with pytest.raises(RankError):
-        ranks(2, timeout=15)(raise_on_rank_1)
+        ranks(2)(raise_on_rank_1)
 
 
 def raise_on_rank_1() -> None:

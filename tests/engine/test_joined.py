@@ -220,7 +220,7 @@ def mistakes() -> dict[str, str]:
 
 
 def test_mistakes_are_the_same_error_on_all_ranks(ranks: Launcher) -> None:
-    first, second = ranks(2, timeout=60)(mistakes)
+    first, second = ranks(2)(mistakes)
     for name in ("error", "nothing, error", "nothing", "copies of one"):
         assert first[name] == second[name]
         assert first[name].startswith("ValueError: ")

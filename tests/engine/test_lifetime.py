@@ -221,4 +221,4 @@ def meetings() -> list[str]:
 
 
 def test_meetings_go_on_after_one_that_failed(ranks: Launcher) -> None:
-    assert ranks(2, timeout=20)(meetings) == [[], []]
+    assert ranks(2)(meetings) == [[], []]

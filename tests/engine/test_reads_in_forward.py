@@ -231,7 +231,7 @@ def read_by_one() -> str:
 
 
 def test_a_read_by_one_rank_is_named(fresh_ranks: Launcher) -> None:
-    for text in fresh_ranks(2, timeout=60)(read_by_one):
+    for text in fresh_ranks(2)(read_by_one):
         assert "blocks" in text
 
 

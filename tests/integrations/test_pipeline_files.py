@@ -94,5 +94,5 @@ def idle() -> list[float]:
 
 
 def test_a_stage_without_parameters(ranks: Launcher) -> None:
-    first, *others = ranks(3, timeout=60)(idle)
+    first, *others = ranks(3)(idle)
     assert first[2] != first[0] and others == [first, first]

@@ -39,7 +39,7 @@ def test_a_rank_that_raises(ranks: Launcher) -> None:
 
 def test_a_rank_that_is_elsewhere(ranks: Launcher) -> None:
     """It asks for a whole state while the others train."""
-    healthy, faulty = ranks(2, timeout=60)(play_all, [faults.state_dict_alone], [3])
+    healthy, faulty = ranks(2)(play_all, [faults.state_dict_alone], [3])
     for told in (healthy["state_dict_alone", 3], faulty["state_dict_alone", 3]):
         check(told, "ranks wait for each other", "rank 1 waits in state_dict() of a sharded module (faults.py:")
 
@@ -47,7 +47,7 @@ def test_a_rank_that_is_elsewhere(ranks: Launcher) -> None:
 def test_ranks_that_run_other_units(ranks: Launcher) -> None:
     """Below stage 3 absent gradients count as zeros; at stage 3 other units are gathered."""
     scripts = [faults.skip_a_unit, faults.other_branch]
-    healthy, faulty = ranks(2, timeout=60)(play_all, scripts, STAGES)
+    healthy, faulty = ranks(2)(play_all, scripts, STAGES)
     for (name, stage), told in healthy.items():
         for each in (told, faulty[name, stage]):
             if stage < 3:
@@ -57,7 +57,7 @@ def test_ranks_that_run_other_units(ranks: Launcher) -> None:
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Launcher) -> None:
-    for found in ranks(2, timeout=60)(play_all, [faults.come_late, faults.recover], [0, 3]):
+    for found in ranks(2)(play_all, [faults.come_late, faults.recover], [0, 3]):
         for (name, stage), told in found.items():
             assert told.kind == "nothing" or (name, stage) == ("recover", 3), (stage, told)
 

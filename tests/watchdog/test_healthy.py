@@ -41,7 +41,7 @@ def use_collectives_of_their_own() -> int:
 
 
 def test_ranks_that_have_done_their_part_in_a_collective_of_somebody_else(ranks: Launcher) -> None:
-    assert ranks(3, timeout=60)(use_collectives_of_their_own) == [4, 4, 4]
+    assert ranks(3)(use_collectives_of_their_own) == [4, 4, 4]
 
 
 def train_in_a_thread() -> list[str]:
@@ -74,7 +74,7 @@ class _Slow(torch.autograd.Function):
 
 
 def test_training_in_another_thread(ranks: Launcher) -> None:
-    assert ranks(2, timeout=60)(train_in_a_thread) == [[], []]
+    assert ranks(2)(train_in_a_thread) == [[], []]
 
 
 def leave_a_block() -> str:
@@ -91,6 +91,6 @@ def leave_a_block() -> str:
 
 
 def test_an_exception_that_leaves_the_block_of_an_engine_is_told(ranks: Launcher) -> None:
-    told, own = ranks(2, timeout=60)(leave_a_block)
+    told, own = ranks(2)(leave_a_block)
     assert own == "no such sample"
     assert told.startswith("rank 1 raised LookupError: no such sample (test_healthy.py:"), told
