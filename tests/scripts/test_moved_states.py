@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -353,3 +354,22 @@ def test_arguments_that_are_not_accepted() -> None:
     with zero_strategy.sharding.GatheredParameters(list(engine.module.parameters())):
         with pytest.raises(RuntimeError, match="inside of a forward, or of GatheredParameters"):
             engine.offload_states(["lp_params"])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_that_states_have_left_is_free(stage: int, half: bool) -> None:
+    engine = start(stage, half)
+    for inputs, labels in batches(engine)[: ACCUMULATION + 1]:
+        engine.backward(engine(inputs, labels))
+        engine.step()
+    gradients = [parameter.grad for parameter in engine.module.parameters()]  # somebody may hold them
+    left = [tensor.untyped_storage() for tensor in in_memory(engine)]
+    assert len(left) > 4
+    engine.offload_states()
+    gc.collect()
+    nobodys = torch.empty(1).untyped_storage()
+    holders = [torch._C._storage_Use_Count(each._cdata) for each in left]
+    assert holders == [torch._C._storage_Use_Count(nobodys._cdata)] * len(left)
+    kept = zip(gradients, engine.module.parameters(), strict=True)
+    assert all(gradient is parameter.grad for gradient, parameter in kept)

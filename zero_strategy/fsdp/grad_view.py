@@ -408,7 +408,9 @@ class GradientViews:
         handle = self._handles.get(index)
         place = whole.data_ptr() + segment.offset * whole.element_size()
         if handle is None or isinstance(handle, GradientProxy) or held_by(handle).data_ptr() != place:
-            self._handles[index] = like(self._bucket.parameters[index], self._views_of(whole)[index])
+            # Not a view for autograd, which would keep the whole buffer alive when the values lie elsewhere.
+            values = self._views_of(whole)[index].detach()
+            self._handles[index] = like(self._bucket.parameters[index], values)
         self._origins[index] = whole
         return self._handles[index]
 
