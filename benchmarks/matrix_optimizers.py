@@ -30,7 +30,8 @@ from benchmarks.gpt import build, loss_fn
 from benchmarks.ratios import slowest, tell
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import MuonAdamW, split_matrices
-from zero_strategy.optim.muon import Matrix, Orthogonaliser, muon_groups, newton_schulz
+from zero_strategy.optim.muon import muon_groups, newton_schulz
+from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
 
 _VOCABULARY = 16384
 

@@ -33,10 +33,10 @@ from zero_strategy import ops
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.ops import multi_tensor, optimizers
-from zero_strategy.optim import sharded_optimizer
+from zero_strategy.optim import elementwise_step
 
 stage, kind, world = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-places = (multi_tensor, optimizers, sharded_optimizer)
+places = (multi_tensor, optimizers, elementwise_step)
 ranks = silent_world(world - 1, world)
 ranks.__enter__()
 model = SmallLlama()

@@ -36,7 +36,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
 from zero_strategy.offload.chunks import OffloadedVector
 from zero_strategy.offload.tier import DeviceCopies, HeldCopy, HeldForCopies, HostMemory, Landing
-from zero_strategy.optim import muon, split_matrices
+from zero_strategy.optim import orthogonaliser, split_matrices
 from zero_strategy.optim.streamed import StreamedStep
 from zero_strategy.sequence import SequenceGroup, attention
 
@@ -124,7 +124,7 @@ def test_offloaded_state_waits_as_it_has_to(settings: dict[str, Any], dtype: tor
 def test_matrices_wait_for_each_other_as_they_have_to(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(muon, "_ROUND_NUMEL", 1)  # several rounds, one of which is under way beside another
+    monkeypatch.setattr(orthogonaliser, "_ROUND_NUMEL", 1)  # several rounds, one of which is under way beside another
     with device() as recorder:
         train(recorder, width=64, matrices=True, matrix_parameters=["*.weight"], **settings)
     assert not recorder.races

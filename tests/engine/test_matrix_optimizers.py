@@ -23,8 +23,8 @@ from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.config import UnitsConfig
 from zero_strategy.convert.convert import convert
 from zero_strategy.fsdp.layout import pack
-from zero_strategy.optim import MuonAdamW, muon, split_matrices
-from zero_strategy.optim.muon import Matrix, owners, rounds
+from zero_strategy.optim import MuonAdamW, muon, orthogonaliser, split_matrices
+from zero_strategy.optim.orthogonaliser import Matrix, owners, rounds
 from zero_strategy.pipeline.engine import PipelineEngine
 
 MUON = {"matrix_optimizers": ["Muon"]}
@@ -434,7 +434,7 @@ def test_groups_are_made_by_shape_and_place() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_matrix_has_an_owner_and_owners_have_like_shares(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "_ROUND_NUMEL", 20_000)
+    monkeypatch.setattr(orthogonaliser, "_ROUND_NUMEL", 20_000)
     random = torch.Generator().manual_seed(ranks)
     for _ in range(100):
         shapes = torch.randint(1, 300, (int(torch.randint(1, 40, (), generator=random)), 2), generator=random).tolist()

@@ -31,6 +31,7 @@ from zero_strategy.optim.full_state import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from zero_strategy.optim.offloaded import OffloadedStep
 from zero_strategy.optim.streamed import StreamedStep
 
 SMALL = 1 << 16
@@ -381,10 +382,10 @@ def as_on_a_device(folder: Path) -> list[str]:
     for dtype in (None, torch.bfloat16):
         for tier in ("none", "cpu", "half cpu"):
             engine, optimizer = make(2, "adamw", dtype, tiers(folder)[tier])
-            states = engine.optimizers[0]._offloaded
-            if states is not None:
+            method = engine.optimizers[0]._method
+            if isinstance(method, OffloadedStep):
                 assert engine.offloaded.optimizer is not None
-                states._step = StreamedStep(engine.offloaded.optimizer, DeviceCopies(torch.device("cpu")))
+                method._step = StreamedStep(engine.offloaded.optimizer, DeviceCopies(torch.device("cpu")))
             train(engine, optimizer, range(5))
             results.append(outcome(engine, optimizer))
     return [wrong for i in (1, 2, 4, 5) for wrong in unequal(results[i], results[i // 3 * 3])]

@@ -9,8 +9,9 @@ import torch
 
 from tests.engine.test_offload import Own
 from zero_strategy.optim.fused import FusedLamb, Segment
-from zero_strategy.optim.offloaded import OwnSteps, rule_for_parts
+from zero_strategy.optim.offloaded import rule_for_parts
 from zero_strategy.optim.optimizer_checks import ELEMENTWISE, is_elementwise, reason_against
+from zero_strategy.optim.own_steps import OwnSteps
 
 NUMEL, PART = 5001, 2048
 """Parts begin at the multiples of bytes at which chunks do."""

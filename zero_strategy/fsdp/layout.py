@@ -16,9 +16,10 @@ Elements keep their row-major order, so a rank's part of a parameter is one cont
 The rules are pure functions, for the engine and for the planner.
 
 Parameters that stay whole (`pack`) each lie inside of one rank's slice. Optimizers such as Shampoo need whole matrices
-(of Muon, `optim.muon` knows the part that does). A matrix that lies in one slice has an owner: the reduce-scatter
-brings it the whole reduced gradient, its state is on that rank alone, and the all-gather carries what it updates, as of
-any other slice. No message is added; what is paid is padding, for slices are equally long and matrices are not.
+(Muon has `optim.orthogonaliser` for the part that does). A matrix that lies in one slice has an owner: the
+reduce-scatter brings it the whole reduced gradient, its state is on that rank alone, and the all-gather carries what it
+updates, as of any other slice. No message is added; what is paid is padding, for slices are equally long and matrices
+are not.
 
     rank 0                     rank 1
     [ gate ......... ][ q ]    [ up ........... ][ k ][ gap ]
@@ -344,7 +345,7 @@ def group_parameters(
 
 
 def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:
-    """In what the gradients of parameters of `dtype` are accumulated, and in what they are summed over ranks."""
+    """The dtype in which gradients of parameters of `dtype` are accumulated, and the one in which ranks sum them."""
     wide = torch.float32 if dtype in LOW_PRECISION else dtype
     accumulated = wide if precision.gradient_dtype == "float32" else dtype
     return accumulated, wide if precision.reduce_dtype == "float32" else accumulated

@@ -249,7 +249,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """In the block the module has the average's values; after it its own again, bit by bit. A collective.
+        """Let the module have the average's values in the block, and its own again after it. A collective.
 
         Evaluate in it, gather or save weights (`engine.full_state_dict()`, `engine.save_pretrained(...)`), or let
         `torch.optim.swa_utils.update_bn(loader, module)` set the statistics of BatchNorm layers, which are then the

@@ -129,6 +129,9 @@ def _states(segments: Sequence[Segment], key: str) -> list[Tensor]:
     found = []
     for segment in segments:
         value: Tensor = segment.state[key]
+        if value.dim() == 1 and value.is_contiguous() and segment.like.is_contiguous():
+            found.append(value)  # a flat piece, as in most steps
+            continue
         if value.stride() != segment.like.stride():  # loaded from a parameter of another memory format
             value = segment.state[key] = torch.empty_like(segment.like, dtype=value.dtype).copy_(value)
         found.append(in_memory_order(value))

@@ -202,7 +202,7 @@ class OwnGradients:
                 yield gradients, index, *found[gradients][index]
 
     def _with_gradients(self, only: Container[int] | None) -> dict[GradientBucket, list[int]]:
-        """The same without values: buckets and indices there."""
+        """Buckets and indices of parameters that have gradients."""
         wanted: dict[GradientBucket, set[int]] = {}
         for gradients, index in self._places(only):
             wanted.setdefault(gradients, set()).add(index)

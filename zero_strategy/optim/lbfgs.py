@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.optim.step_method import StepMethod, SteppedOptimizer, closure_in, with_closure
 from zero_strategy.runtime.nested_state import flattened, nested
 
 _VECTORS = ("d", "prev_flat_grad")
@@ -122,11 +123,6 @@ class DistributedLBFGS:
             piece.grad = None
         return dict(zip(self._pieces, divided(state, [piece.shape for piece in self._pieces]), strict=True))
 
-    @property
-    def running(self) -> bool:
-        """True between `begin` and `end`."""
-        return self._whole is not None
-
 
 def _plain(value: Any) -> Any:
     """A value of torch's state without our tensor class, and numbers as such: a parameter's shape may be () as well."""
@@ -182,14 +178,118 @@ def is_state(values: Mapping[str, Any]) -> bool:
     return {"func_evals", "n_iter", "old_dirs", "prev_flat_grad"} <= values.keys()
 
 
-def lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | None:
-    """The runner of an LBFGS's steps; None for other classes.
+class LbfgsStep(StepMethod):
+    """The step of `torch.optim.LBFGS`, which evaluates its closure several times.
+
+    Args:
+        sharded: The optimizer.
 
     Raises:
         ValueError: If the model is divided in a way that its vectors cannot be.
     """
-    if not isinstance(optimizer, LBFGS) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(LBFGS.step):
-        return None  # a subclass with a step of its own
+
+    joint_state = True
+    opaque_state = "since LBFGS keeps vectors over all parameters, divided among the ranks"
+
+    def __init__(self, sharded: SteppedOptimizer) -> None:
+        super().__init__(sharded)
+        _check_division(self.model)
+        mesh, divides = self.model.mesh, self.model.placement.shard_optimizer
+        assert isinstance(self.optimizer, LBFGS)
+        self._lbfgs = DistributedLBFGS(self.optimizer, mesh.shard_control if divides else None, mesh.control)
+
+    @classmethod
+    def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
+        """True for torch's class; a subclass may have a step of its own."""
+        return isinstance(optimizer, LBFGS) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(LBFGS.step)
+
+    def begin(self, args: Any, kwargs: Any) -> Any:
+        """See `StepMethod`: torch's step gets a closure that shows new values to the parameters before it runs."""
+        sharded, pieces = self.sharded, self.sharded.pieces
+        closure = closure_in(args, kwargs)
+        if closure is None:
+            raise ValueError(
+                "LBFGS.step() evaluates the loss several times: call optimizer.step(closure) with a function that "
+                "zeroes the gradients, computes the loss, runs its backward and returns it (float32 or bf16: fp16's "
+                "loss scaling calls step() without one)"
+            )
+        sharded.follow_assigned_state()
+        first = self._evaluate(closure)
+        sharded.settle()
+        parameters = list(pieces.parameters())
+        places = {id(bucket): bucket for bucket, _ in map(pieces.bucket_and_index, parameters) if bucket.trainable}
+        self.changed, self.changed_parameters = list(places.values()), parameters
+        own = [piece for parameter in parameters if (piece := pieces.of(parameter)) is not None]
+        sharded.hide_state()
+        self._lbfgs.begin(own, sharded.book.by_piece)
+        self.running = True
+        if sharded.skip_next:
+            self._lbfgs.take_gradients({})  # torch's step ends where all are zero
+        else:
+            sharded.record_before(self.changed)
+            self._hand_gradients()
+        known = [first]
+
+        def evaluate() -> Tensor:
+            if known:
+                return known.pop()
+            sharded.show_new_values()
+            loss = self._evaluate(closure)
+            self._hand_gradients()
+            return loss
+
+        return with_closure(args, kwargs, evaluate)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Tensor:
+        """The mean of all ranks' losses; their gradients are reduced. A collective."""
+        self.evaluating = True
+        try:
+            with torch.enable_grad():
+                loss = closure()
+            self.model.reducer.settle()
+        finally:
+            self.evaluating = False
+        return self._lbfgs.mean_loss(loss)
+
+    def _hand_gradients(self) -> None:
+        pieces, found = self.sharded.pieces, dict[Tensor, Tensor]()
+        owned = {id(bucket): self.model.gradient_of(bucket).owned_gradients() for bucket in self.changed}
+        for parameter in self.changed_parameters:
+            (bucket, index), piece = pieces.bucket_and_index(parameter), pieces.of(parameter)
+            gradient = owned.get(id(bucket), {}).get(index)
+            if piece is not None and gradient is not None:
+                assert isinstance(gradient, Tensor), "gradients in tiers are refused"
+                found[piece] = gradient
+        self._lbfgs.take_gradients(found)
+        self.model.invalidate_unsharded(self.changed, recorded=True)
+
+    def end(self) -> None:
+        """See `StepMethod`."""
+        self.running = False
+        self.sharded.book.by_piece = self._lbfgs.end()
+        self.sharded.show_state()
+
+    def split_state(self, states: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """See `StepMethod`; torch has it under the first parameter."""
+        if not states:
+            return states
+        parameters = list(self.sharded.pieces.parameters())
+        parts = divided(next(iter(states.values())), [parameter.shape for parameter in parameters])
+        return dict(zip(parameters, parts, strict=True))
+
+    def join_state(self, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """See `StepMethod`."""
+        if not states:
+            return states
+        first, *_ = parameters = list(self.sharded.pieces.parameters())
+        return {id(first): joined([states[id(parameter)] for parameter in parameters])}
+
+    def flat_state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """See `StepMethod`; history is a list of vectors."""
+        return flattened(values)
+
+
+def _check_division(model: ShardedModel) -> None:
     mesh, divided_by = model.mesh, None
     if model.optimizer_store is not None:
         divided_by = f"offload.optimizer={model.config.offload.optimizer!r}: set it to 'none'"
@@ -199,4 +299,3 @@ def lbfgs_of(optimizer: Optimizer, model: ShardedModel) -> DistributedLBFGS | No
         divided_by = "pipeline parallelism: use one stage"
     if divided_by is not None:
         raise ValueError(f"optimizer LBFGS couples all elements, and cannot run with {divided_by}, or use AdamW")
-    return DistributedLBFGS(optimizer, mesh.shard_control if model.placement.shard_optimizer else None, mesh.control)

@@ -1,4 +1,4 @@
-"""Muon: the parameters it trains, `MuonAdamW`, and steps of it and of `torch.optim.Muon` on slices of matrices.
+"""Muon: the parameters it trains, its arithmetic, and `MuonAdamW`.
 
     split = split_matrices(model)
     print(split)
@@ -6,18 +6,8 @@
     muon = torch.optim.Muon(split.matrices, lr=0.02)                         # or two
     adamw = torch.optim.AdamW(split.others, lr=3e-4)
 
-For other classes of `matrix_optimizers` each matrix lies in one rank's slice (`fsdp.layout.pack`). Of Muon:
-
-Momentum, weight decay and the change of weights are elementwise, and stay in each rank's slices. Newton-Schulz needs a
-whole matrix; each has an owner, to whom the other ranks send what they hold of the direction.
-
-    rank 0   [ q | k | first part of v ]   --- part of v --->   owner of v: Newton-Schulz
-    rank 1   [ rest of v | o ]             <-- its update ---   ... of q, k and o where they lie
-
-Directions and updates travel in the dtype of Newton-Schulz, bfloat16, which it rounds them to anyway; so the bits are
-those of one process. Owners are those who hold most of a matrix, unless that would give them more than their share of
-the arithmetic. It goes in rounds of some matrices per owner: directions of the next round arrive, and updates of the
-last one leave, beside the arithmetic.
+Steps on slices of matrices are taken by `optim.muon_step`. For other classes of `matrix_optimizers` each matrix lies in
+one rank's slice (`fsdp.layout.pack`).
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable
 for LLM Training", 2025 (`adjust_lr_fn="match_rms_adamw"`).
@@ -37,11 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.layout import find_units
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.optim.fused import AdamRule, Combine, Segment, UpdateRule
 from zero_strategy.runtime.terminal import table
 
 
@@ -116,10 +104,6 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
 
 MOMENTUM = "momentum_buffer"
 """The state's key, torch's."""
-_SHARE = 1.1
-"""Arithmetic of an owner over the mean of all, up to which it may be whoever holds most of a matrix."""
-_ROUND_NUMEL = 1 << 22
-"""Elements of an owner's matrices in a round, unless a single one has more."""
 
 
 def newton_schulz(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -138,7 +122,7 @@ def newton_schulz(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 def newton_schulz_all(matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[Tensor]:
-    """The same of several, each with its param group; those of like shapes and groups as one batch.
+    """Iterate on several matrices, each with its param group; those of like shapes and groups are one batch.
 
     Small products are faster in batches, but for float32 on the CPU, where the library's single ones are.
     """
@@ -283,297 +267,3 @@ def tell_shared_buckets(optimizers: Sequence[Optimizer], model: ShardedModel) ->
             "own by matrix_parameters=[patterns of their names]",
             stacklevel=2,
         )
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix with a gradient.
-
-    Attributes:
-        parameter: The module's.
-        group: Its param group.
-        shape: Rows and columns.
-        held: Elements that each rank holds, which follow each other in the order of ranks.
-    """
-
-    parameter: nn.Parameter
-    group: dict[str, Any]
-    shape: tuple[int, int]
-    held: tuple[int, ...]
-
-    @property
-    def cost(self) -> int:
-        """Multiplications of a step of Newton-Schulz."""
-        short, long = sorted(self.shape)
-        return short * short * (2 * long + short)
-
-
-def owners(matrices: Sequence[Matrix], ranks: int) -> list[int]:
-    """The rank that orthogonalises each matrix.
-
-    Costly ones are placed first: with the rank that holds most, if that leaves it within `_SHARE` of the mean cost,
-    else with the rank that has least to do.
-    """
-    found, loads = [0] * len(matrices), [0] * ranks
-    most = _SHARE * sum(matrix.cost for matrix in matrices) / ranks
-    for position in sorted(range(len(matrices)), key=lambda position: (-matrices[position].cost, position)):
-        matrix = matrices[position]
-        by_held = sorted(range(ranks), key=lambda rank: (-matrix.held[rank], loads[rank], rank))
-        fitting = (rank for rank in by_held if matrix.held[rank] and loads[rank] + matrix.cost <= most)
-        owner = next(fitting, loads.index(min(loads)))
-        found[position] = owner
-        loads[owner] += matrix.cost
-    return found
-
-
-def rounds(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int) -> list[list[int]]:
-    """Positions of the matrices in each round, the costliest of every owner first.
-
-    Rounds are of about `_ROUND_NUMEL` elements per owner, or of one matrix if it has more. All owners have like shares
-    of their arithmetic in a round, since each waits there for what the others send.
-    """
-    sizes = [math.prod(matrix.shape) for matrix in matrices]
-    elements, loads, done = [0] * ranks, [0] * ranks, [0] * ranks
-    for matrix, numel, owner in zip(matrices, sizes, owned_by, strict=True):
-        elements[owner] += numel
-        loads[owner] += matrix.cost
-    count = -(-max(elements) // max(_ROUND_NUMEL, *sizes)) if matrices else 0
-    found: list[list[int]] = [[] for _ in range(count)]
-    for position in sorted(range(len(matrices)), key=lambda position: (-matrices[position].cost, position)):
-        owner, cost = owned_by[position], matrices[position].cost
-        found[min(count - 1, (done[owner] + cost // 2) * count // max(loads))].append(position)
-        done[owner] += cost
-    return [one for one in found if one]
-
-
-Take = Callable[[Matrix], Tensor]
-"""Gives this rank's part of a matrix's direction, flat."""
-Give = Callable[[Matrix, Tensor], None]
-"""Takes this rank's part of its update, flat."""
-
-
-@dataclass
-class _Round:
-    """A round under way.
-
-    Attributes:
-        matrices: Those in it, with their owners.
-        own: This rank's parts of the directions.
-        arriving: From each rank, parts of the matrices that this rank owns, or of updates of what it holds.
-        most: Elements of the largest message of either way.
-        work: What is to be waited for.
-    """
-
-    matrices: list[tuple[Matrix, int]]
-    own: list[Tensor]
-    arriving: list[Tensor]
-    most: int
-    work: PendingWork
-
-
-class Orthogonaliser:
-    """Newton-Schulz on matrices whose parts lie on ranks of one model."""
-
-    def __init__(self, model: ShardedModel) -> None:
-        self._model = model
-        divided = model.placement.shard_optimizer
-        self._group = model.mesh.gather
-        self._rank, self._ranks = (self._group.rank, self._group.size) if divided else (0, 1)
-        self._held: dict[int, list[tuple[int, ...]]] = {}
-        self._planned: tuple[tuple[int, ...], list[list[tuple[int, int]]]] | None = None
-
-    def matrices(self, groups: Sequence[dict[str, Any]], parameters: Sequence[Sequence[nn.Parameter]]) -> list[Matrix]:
-        """Those of param groups that have a gradient; the same on all ranks.
-
-        Args:
-            groups: Hyper-parameters.
-            parameters: The module's, of each group.
-        """
-        found = []
-        for group, whole in zip(groups, parameters, strict=True):
-            for parameter in whole:
-                place = self._model.place(parameter)
-                assert place is not None
-                bucket, index = place
-                if index in self._model.gradient_of(bucket).live and parameter.numel():
-                    rows, columns = bucket.layout.segments[index].shape
-                    found.append(Matrix(parameter, group, (rows, columns), self._held_of(bucket)[index]))
-        return found
-
-    def _held_of(self, bucket: Any) -> list[tuple[int, ...]]:
-        """Elements of each parameter of a bucket on each rank."""
-        if id(bucket) not in self._held:
-            layout = bucket.layout
-            bounds = (
-                [layout.slice_bounds(rank) for rank in range(self._ranks)] if self._ranks > 1 else [(0, layout.numel)]
-            )
-            found = [[0] * self._ranks for _ in layout.segments]
-            for rank, bound in enumerate(bounds):
-                for piece in layout.pieces(*bound):
-                    found[piece.index][rank] = piece.numel
-            self._held[id(bucket)] = list(map(tuple, found))
-        return self._held[id(bucket)]
-
-    def owned(self, matrices: Sequence[Matrix]) -> list[Matrix]:
-        """Those that this rank orthogonalises."""
-        plan = self._plan(matrices)
-        return [matrices[position] for one in plan for position, owner in one if owner == self._rank]
-
-    def run(self, matrices: Sequence[Matrix], take: Take, give: Give) -> None:
-        """Orthogonalise all of them. A collective.
-
-        Args:
-            matrices: The same on all ranks.
-            take: Called once for each matrix of which this rank holds a part, round by round.
-            give: Likewise, later.
-        """
-        begun: _Round | None = None
-        leaving: _Round | None = None
-        for places in [*self._plan(matrices), []]:
-            one = [(matrices[position], owner) for position, owner in places]
-            before, begun = begun, self._begin(one, take) if one else None
-            if before is not None:
-                before.work.wait()
-                last, leaving = leaving, self._orthogonalise(before)
-                if last is not None:
-                    self._end(last, give)
-        if leaving is not None:
-            self._end(leaving, give)
-
-    def _plan(self, matrices: Sequence[Matrix]) -> list[list[tuple[int, int]]]:
-        """Rounds of positions of matrices with their owners."""
-        key = tuple(id(matrix.parameter) for matrix in matrices)
-        if self._planned is None or self._planned[0] != key:
-            owned_by = owners(matrices, self._ranks)
-            found = rounds(matrices, owned_by, self._ranks)
-            self._planned = key, [[(position, owned_by[position]) for position in one] for one in found]
-        return self._planned[1]
-
-    def _begin(self, one: list[tuple[Matrix, int]], take: Take) -> _Round:
-        """Let parts of directions travel to the owners."""
-        rank, ranks = self._rank, range(self._ranks)
-        own = [take(matrix) if matrix.held[rank] else torch.empty(0) for matrix, _ in one]
-        like = next((each for each in own if each.numel()), torch.empty(0, device=self._model.device))
-        dtype = newton_schulz_dtype(one[0][0].group)
-        nothing = like.new_empty(0, dtype=dtype)
-        outgoing = [
-            _joined([part for part, (_, owner) in zip(own, one, strict=True) if owner == other != rank], nothing)
-            for other in ranks
-        ]
-        mine = [matrix for matrix, owner in one if owner == rank]
-        arriving = [nothing.new_empty(sum(matrix.held[other] for matrix in mine) * (other != rank)) for other in ranks]
-        sums = {(owner, other): 0 for owner in ranks for other in ranks}
-        for matrix, owner in one:
-            for other in ranks:
-                sums[owner, other] += matrix.held[other] * (owner != other)
-        most = max(sums.values())
-        work = self._group.all_to_all(outgoing, arriving, most, "directions of matrices")
-        return _Round(one, own, arriving, most, work)
-
-    def _orthogonalise(self, one: _Round) -> _Round:
-        """Orthogonalise what this rank owns, and let the updates travel to who holds the matrices."""
-        rank, ranks = self._rank, range(self._ranks)
-        at, back = [0] * self._ranks, list[list[Tensor]]([] for _ in ranks)
-        wholes = []
-        for (matrix, owner), part in zip(one.matrices, one.own, strict=True):
-            if owner != rank:
-                continue
-            parts = []
-            for other, numel in enumerate(matrix.held):
-                if numel and other != rank:
-                    parts.append(one.arriving[other][at[other] : at[other] + numel])
-                    at[other] += numel
-                elif numel:
-                    parts.append(part)
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            wholes.append((whole.view(matrix.shape), matrix.group))
-        updates, own = iter(newton_schulz_all(wholes)), []
-        for (matrix, owner), part in zip(one.matrices, one.own, strict=True):
-            if owner != rank:
-                own.append(part[:0])
-                continue
-            for other, values in enumerate(next(updates).reshape(-1).split_with_sizes(list(matrix.held))):
-                if other == rank:
-                    own.append(values)
-                else:
-                    back[other].append(values)
-        nothing = one.arriving[rank].new_empty(0)
-        outgoing = [_joined(parts, nothing) for parts in back]
-        arriving = [
-            nothing.new_empty(sum(matrix.held[rank] for matrix, owner in one.matrices if owner == other != rank))
-            for other in ranks
-        ]
-        work = self._group.all_to_all(outgoing, arriving, one.most, "updates of matrices")
-        return _Round(one.matrices, own, arriving, one.most, work)
-
-    def _end(self, one: _Round, give: Give) -> None:
-        """Give the updates of what this rank holds."""
-        one.work.wait()
-        at = [0] * self._ranks
-        for (matrix, owner), own in zip(one.matrices, one.own, strict=True):
-            numel = matrix.held[self._rank]
-            if not numel:
-                continue
-            if owner == self._rank:
-                give(matrix, own)
-                continue
-            give(matrix, one.arriving[owner][at[owner] : at[owner] + numel])
-            at[owner] += numel
-
-
-def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    filled = [part for part in parts if part.numel()]
-    return torch.cat(filled) if filled else nothing
-
-
-class Directions(UpdateRule):
-    """The first half of a step chunk by chunk: momentum, and the directions of the elements, kept by parameter."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, list[Tensor]] = {}
-
-    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
-        """See `UpdateRule`."""
-        for segment in segments:
-            gradient, factor = segment.grad.to(torch.float32), segment.scale * scale
-            gradient = gradient if factor == 1.0 else gradient * factor
-            if MOMENTUM not in segment.state:
-                segment.state[MOMENTUM] = torch.zeros_like(gradient)
-            found = direction(gradient, segment.state[MOMENTUM], segment.group)
-            self._found.setdefault(id(segment.owner), []).append(found)
-
-    def take(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        """The direction of a parameter's elements, once."""
-        return torch.cat([part.to(device) for part in self._found.pop(id(parameter))])
-
-
-class MuonParts(UpdateRule):
-    """The second half for Muon's param groups, with updates in the place of gradients; AdamW for all others."""
-
-    _others = AdamRule()
-
-    def refuses(self, group: dict[str, Any]) -> str | None:
-        """See `UpdateRule`."""
-        return None if _is_muon(group) else self._others.refuses(group)
-
-    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
-        """See `UpdateRule`."""
-        if _is_muon(group):
-            return {MOMENTUM: (torch.float32, 0.0)}
-        return None if self._others.refuses(group) else self._others.vectors(group)
-
-    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
-        """See `UpdateRule`."""
-        for segment in segments:
-            if _is_muon(segment.group):
-                assert segment.owner is not None
-                change(segment.param, segment.grad, segment.group, segment.owner.shape)
-                if segment.copy is not None:
-                    segment.copy.copy_(segment.param)
-        others = [segment for segment in segments if not _is_muon(segment.group)]
-        if others:
-            self._others.update(others, scale, combine)
-
-
-def _is_muon(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("use_muon", "ns_steps" in group))

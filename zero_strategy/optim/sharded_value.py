@@ -72,7 +72,7 @@ class ValuePlace:
     stop: int
 
     def of(self, values: Tensor) -> Tensor:
-        """The same elements of a tensor of the parameter's shape, flat."""
+        """This place's elements of a tensor of the parameter's shape, flat."""
         return local_values(self.part, self.parameter, values.detach()).reshape(-1)[self.start : self.stop]
 
     def same(self, other: ValuePlace) -> bool:

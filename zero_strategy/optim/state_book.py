@@ -97,7 +97,7 @@ class StateBook:
         return entry is not None and (entry.given or bool(self.values_of(entry.parameter)))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have state, in the order in which they got it."""
+        """Parameters that have state, in the order in which they got it."""
         return [entry.parameter for entry in self.entries.values() if self.holds(entry.parameter)]
 
     def any(self) -> bool:
@@ -110,7 +110,7 @@ class StateBook:
         return (values for key, values in self.by_piece.items() if isinstance(key, Tensor))
 
     def name_of(self, parameter: Tensor) -> str:
-        """Its name in the model."""
+        """The parameter's name in the model."""
         if id(parameter) not in self._names:
             self._names = {id(each): name for name, each in self._owner.model.names()}
         return self._names.get(id(parameter), f"shape {tuple(parameter.shape)}")

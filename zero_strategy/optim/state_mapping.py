@@ -299,7 +299,7 @@ class StateEntry(MutableMapping[str, Any]):
         return parameter is self._parameter
 
     def complete(self) -> dict[str, Any]:
-        """Its own values, to be put back.
+        """All values of the state, to be put back.
 
         Raises:
             RuntimeError: If some were in a tier and were given up.

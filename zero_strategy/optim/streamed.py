@@ -34,6 +34,7 @@ from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedPart, Offlo
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
 from zero_strategy.optim.fused import Segment, UpdateRule
+from zero_strategy.optim.pieces import Row
 from zero_strategy.runtime.host_threads import share_of_cores
 
 _ALIGNMENT = 64
@@ -140,9 +141,8 @@ class Update:
 
     Attributes:
         group: Its param group.
-        parameter: The module's parameter.
+        row: The parameter and where it lies.
         piece: What the optimizer sees of it.
-        bucket: Where it lies.
         cut: Its part of the bucket's owned elements.
         gradient: Flat; where gradients are in a tier, what stands for it.
         factor: What the gradient is multiplied by first.
@@ -150,13 +150,22 @@ class Update:
     """
 
     group: dict[str, Any]
-    parameter: nn.Parameter
+    row: Row
     piece: nn.Parameter
-    bucket: ParameterBucket
     cut: Piece
     gradient: Tensor | OffloadedPart
     factor: float
     state: dict[str, Any]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The module's parameter."""
+        return self.row.parameter
+
+    @property
+    def bucket(self) -> ParameterBucket:
+        """The bucket that it lies in."""
+        return self.row.bucket
 
 
 @dataclass
@@ -332,7 +341,7 @@ class StreamedStep:
     def chunks(
         self, updates: Sequence[Update], vectors: dict[int, dict[str, OffloadedVector]], weights: bool = True
     ) -> list[Work]:
-        """Those that hold something to update, in the order of buckets and elements; see `run`."""
+        """Chunks that hold something to update, in the order of buckets and elements; see `run`."""
         found: dict[ChunkKey, Work] = {}
         held_by: dict[ChunkKey, dict[str, OffloadedVector]] = {}
         for update in updates:

@@ -1,0 +1,126 @@
+"""Muon's steps on slices of matrices: state in memory (`MuonStep`), and the two halves of a step on state in a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.optim.elementwise_step import ElementwiseStep, segments_of
+from zero_strategy.optim.fused import AdamRule, Combine, Segment, UpdateRule
+from zero_strategy.optim.muon import MOMENTUM, MuonAdamW, change, direction, muon_groups
+from zero_strategy.optim.optimizer_checks import check_matrices, is_matrix_optimizer
+from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
+from zero_strategy.optim.step_method import SteppedOptimizer
+
+
+class MuonStep(ElementwiseStep):
+    """Muon's step on its param groups, and a rule's, or torch's own, on all others; state is in memory."""
+
+    def __init__(self, sharded: SteppedOptimizer) -> None:
+        super().__init__(sharded)
+        self._orthogonaliser = Orthogonaliser(self.model)
+        self._matrices: list[Matrix] = []
+
+    @classmethod
+    def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
+        """True for Muon on matrices that are divided, unless the layout keeps each on one rank."""
+        whole = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
+        return bool(muon_groups(optimizer)) and model.placement.shard_optimizer and not whole
+
+    def _check_kind(self) -> None:
+        """Do nothing: what is not in Muon's groups is AdamW's."""
+
+    def check_groups(self) -> None:
+        """See `StepMethod`; slices of a matrix may lie on several ranks."""
+        check_matrices(self.optimizer, self.model, whole=False)
+
+    def prepare(self) -> None:
+        """Choose the rule of the other groups, and find the matrices, on whatever rank."""
+        others = self.optimizer.adamw if isinstance(self.optimizer, MuonAdamW) else self.optimizer
+        self.rule, groups = self._rule_of(others), muon_groups(self.optimizer)
+        self.by_hand = set(map(id, groups)) if self.rule is None else None
+        self._matrices = self._orthogonaliser.matrices(groups, [group["params"] for group in groups])
+        self._note_rule()
+        self.records_itself = False
+
+    def take(self, scale: float) -> None:
+        """See `PieceStep`. A collective."""
+        segments, muon = segments_of(self.updates), {id(group) for group in muon_groups(self.optimizer)}
+        if self.rule is not None:
+            self.rule.update([each for each in segments if id(each.group) not in muon], scale, self.add_up)
+        of_matrix = {id(segment.owner): segment for segment in segments if id(segment.group) in muon}
+        for segment in of_matrix.values():
+            if MOMENTUM not in segment.state:
+                segment.state[MOMENTUM] = torch.zeros_like(segment.like)
+
+        def take(matrix: Matrix) -> Tensor:
+            segment = of_matrix[id(matrix.parameter)]
+            gradient, factor = segment.grad.to(segment.param.dtype).view(-1), segment.scale * scale
+            gradient = gradient if factor == 1.0 else gradient * factor
+            return direction(gradient, segment.state[MOMENTUM].view(-1), matrix.group)
+
+        def give(matrix: Matrix, values: Tensor) -> None:
+            segment = of_matrix[id(matrix.parameter)]
+            change(segment.param.view(-1), values, matrix.group, matrix.shape)
+            if segment.copy is not None:
+                segment.copy.copy_(segment.param.view(-1))
+
+        self._orthogonaliser.run(self._matrices, take, give)
+
+
+class Directions(UpdateRule):
+    """The first half of a step chunk by chunk: momentum, and the directions of the elements, kept by parameter."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[Tensor]] = {}
+
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """See `UpdateRule`."""
+        for segment in segments:
+            gradient, factor = segment.grad.to(torch.float32), segment.scale * scale
+            gradient = gradient if factor == 1.0 else gradient * factor
+            if MOMENTUM not in segment.state:
+                segment.state[MOMENTUM] = torch.zeros_like(gradient)
+            found = direction(gradient, segment.state[MOMENTUM], segment.group)
+            self._found.setdefault(id(segment.owner), []).append(found)
+
+    def take(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """The direction of a parameter's elements, once."""
+        return torch.cat([part.to(device) for part in self._found.pop(id(parameter))])
+
+
+class MuonParts(UpdateRule):
+    """The second half for Muon's param groups, with updates in the place of gradients; AdamW for all others."""
+
+    _others = AdamRule()
+
+    def refuses(self, group: dict[str, Any]) -> str | None:
+        """See `UpdateRule`."""
+        return None if _is_muon(group) else self._others.refuses(group)
+
+    def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
+        """See `UpdateRule`."""
+        if _is_muon(group):
+            return {MOMENTUM: (torch.float32, 0.0)}
+        return None if self._others.refuses(group) else self._others.vectors(group)
+
+    def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
+        """See `UpdateRule`."""
+        for segment in segments:
+            if _is_muon(segment.group):
+                assert segment.owner is not None
+                change(segment.param, segment.grad, segment.group, segment.owner.shape)
+                if segment.copy is not None:
+                    segment.copy.copy_(segment.param)
+        others = [segment for segment in segments if not _is_muon(segment.group)]
+        if others:
+            self._others.update(others, scale, combine)
+
+
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("use_muon", "ns_steps" in group))
