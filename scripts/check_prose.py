@@ -1,4 +1,7 @@
-"""Check the prose of docs and docstrings: lengths of lines, first words, the size of the map of the architecture."""
+"""Check the prose of docs and docstrings: lengths of lines, first words, the size of the map of the architecture.
+
+Docstrings of the packages at the core open with a whole sentence: a subject or an imperative.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,12 @@ ROW = 200
 MAP = ("docs/architecture.md", 250)
 PACKAGES = ("zero_strategy", "examples", "benchmarks", "tests")
 RIDDLES = frozenset(["What", "Which", "Where", "How", "Whether", "Who", "Whoever", "Whose", "When"])
+
+
+FRAGMENTS = re.compile(r"(Of|As|Those|Its|It|By|To|From|In|At|With|And|Likewise|The same)\b")
+"""Openings of docstrings that leave their subject to the reader."""
+WHOLE_SENTENCES = frozenset(["fsdp", "optim", "engine.py", "comm", "pipeline"])
+"""Parts of `zero_strategy` whose docstrings name their subject."""
 
 
 class Finding(NamedTuple):
@@ -59,6 +68,22 @@ def riddles(path: Path) -> Iterator[Finding]:
             yield Finding(path, node.body[0].lineno, message)
 
 
+def fragments(root: Path) -> Iterator[Finding]:
+    """Docstrings of the core that begin without a subject or a verb."""
+    package = root / "zero_strategy"
+    for path in (path for part in sorted(WHOLE_SENTENCES) for path in _sources(package / part)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if first := FRAGMENTS.match(ast.get_docstring(node) or ""):
+                message = f"a docstring opens with {first[0]!r}; say what it is or does in a sentence of its own"
+                yield Finding(path, node.body[0].lineno, message)
+
+
+def _sources(part: Path) -> list[Path]:
+    return sorted(part.rglob("*.py")) if part.is_dir() else [part] if part.is_file() else []
+
+
 def long_map(root: Path) -> Iterator[Finding]:
     """The map of the architecture, if it has too many lines."""
     name, limit = MAP
@@ -73,7 +98,7 @@ def findings(root: Path) -> list[Finding]:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             found += riddles(path)
-    return [*found, *long_map(root)]
+    return [*found, *fragments(root), *long_map(root)]
 
 
 def main() -> int:

@@ -750,7 +750,7 @@ class ZeroEngine:
         return norm
 
     def _chosen(self, optimizer: Optimizer | None) -> list[OwnGradients]:
-        """Those of an optimizer, or of each; of the whole module where none is attached; each gradient once."""
+        """The gradients of an optimizer, or of all; of the whole module where none is attached; each gradient once."""
         if optimizer is None and not self.optimizers:
             return [OwnGradients(self.model, lambda: (parameter for _, parameter in self.model.names()))]
         if optimizer is None and self._shared():
@@ -978,7 +978,7 @@ class ZeroEngine:
     def save_on_signal(
         self, directory: str | os.PathLike[str], **options: Any
     ) -> AbstractContextManager[Callable[[], None]]:
-        """In the block a signal to any rank lets all ranks save; see `saving.preemption.save_on_signal`."""
+        """Let all ranks save if a signal reaches any of them in the block; see `checkpoint.preemption`."""
         return save_on_signal(self, directory, **options)
 
     # ---- full tensors ----
@@ -1081,7 +1081,7 @@ class ZeroEngine:
             return sharded.optimizer.state_dict()
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """The same by parameter name: {name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
+        """Full optimizer state: {parameter name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
         names = {id(parameter): name for name, parameter in self.model.names()}
         self.mesh.barrier.wait_for_all("full_optimizer_state()")
         return {names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))}

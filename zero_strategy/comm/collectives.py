@@ -87,7 +87,7 @@ class Instrumentation:
         return self.track.begin(kind, of, tensor.nbytes, tensor.dtype)
 
     def begin_here(self, kind: str, of: Subject, tensor: Tensor | None = None) -> AbstractContextManager[Any]:
-        """The same of one that this thread waits for now; gives it as `begin` does, or None."""
+        """Begin a collective that this thread waits for now; gives it as `begin` does, or None."""
         return self.begin(kind, of, tensor) or _UNWATCHED
 
     def compare(self, watched: CollectiveRecord | None) -> None:
@@ -329,7 +329,7 @@ class Communicator:
 
     @property
     def track(self) -> CollectiveLog | None:
-        """By which a watchdog watches; None: no watchdog does."""
+        """The watchdog's list of collectives under way; None: no watchdog looks."""
         return self._instrumentation.track
 
     @property
@@ -431,7 +431,7 @@ class Communicator:
     def reduce_scatter_scattered(
         self, source: Scattered, into: Tensor, of: Subject = "", factor: float = 1.0
     ) -> PendingWork:
-        """As `reduce_scatter` of a flat buffer, from where its parts lie, and to all peers alike.
+        """Reduce-scatter a flat buffer from where its parts lie; all peers get their slices alike.
 
         Args:
             source: The parts, of size x n elements; nobody changes them before the end.

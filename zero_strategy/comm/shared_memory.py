@@ -128,7 +128,7 @@ class ScatteredSlice:
         self.nbytes = (stop - start) * source.dtype.itemsize
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """The same as `Scattered.between`, counted from the slice's first element."""
+        """Parts of the buffer in a slice, as `Scattered.between` gives them, counted from the slice's first element."""
         for low, high, values in self._source.between(self._start + start, self._start + stop):
             yield low - self._start, high - self._start, values
 

@@ -310,7 +310,7 @@ class HostCollectives(Collectives):
         return shared is not None and shared.available and nbytes >= LEAST_BYTES
 
     def reduce_scatter_scattered(self, source: Scattered, into: Tensor, factor: float) -> Job:
-        """As `reduce_scatter` of a flat buffer, from where its parts lie."""
+        """Reduce-scatter a flat buffer from where its parts lie."""
         return Job(partial(self._sum_scattered, source, into, factor))
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
@@ -331,7 +331,7 @@ class HostCollectives(Collectives):
                 work.wait()
 
     def exchange_card(self, card: Tensor) -> list[Tensor]:
-        """The same, by gloo's messages alone, so that no memory is shared for it."""
+        """Exchange cards by gloo's messages alone, so that no memory is shared for it."""
         cards = self._room_for_all(card)
         self._exchange_by_gloo([card] * self.size, cards)
         return cards
@@ -357,7 +357,7 @@ class HostCollectives(Collectives):
             self._exchange_by_gloo(outgoing, incoming, nbytes)
 
     def _room_for_all(self, local: Tensor) -> list[Tensor]:
-        """By rank: this one's value, and room for each of the others'."""
+        """This rank's value, and room for each of the others', by rank."""
         return [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
 
     def _sum_in_rank_order(self, slices: list[Tensor], total: Tensor, factor: float) -> None:

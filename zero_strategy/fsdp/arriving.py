@@ -48,7 +48,7 @@ class ArrivingParameter(Tracked, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """As of a tracked parameter."""
+        """See `TrackedParameter`."""
         await_values([self])
         return self.data
 
@@ -58,7 +58,7 @@ class ArrivingParameter(Tracked, nn.Parameter):
         self.data = values
 
     def detach(self) -> Tensor:
-        """As of a tracked parameter."""
+        """See `TrackedParameter`."""
         await_values([self])
         return self.detach()
 

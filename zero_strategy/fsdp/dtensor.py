@@ -172,12 +172,12 @@ class TensorPart:
 
     @property
     def whole_row(self) -> int:
-        """From the beginning of a run to that of the next, in the whole."""
+        """Elements from the beginning of a run to that of the next, in the full tensor."""
         return math.prod(self.shape if self.dim is None else self.shape[self.dim :])
 
     @property
     def offset(self) -> int:
-        """Of the first run in the whole."""
+        """Place of the first run in the full tensor."""
         return 0 if self.dim is None else self.start * math.prod(self.shape[self.dim + 1 :])
 
     @property

@@ -123,7 +123,7 @@ class DeferredScale:
         self._factors.pop(index, None)
 
     def clear(self) -> None:
-        """The same of all."""
+        """Drop the factors of all parameters."""
         self._factors.clear()
 
     def carry_out(self) -> None:
@@ -137,7 +137,7 @@ class DeferredScale:
             self._multiply(indices, factor)
 
     def carry_out_those_that_round(self) -> None:
-        """The same, if some factor rounds, as before a look at the result."""
+        """Carry out all multiplications, if some factor rounds, as before a look at the result."""
         if not all(map(_is_power_of_two, self._factors.values())):
             self.carry_out()
 
@@ -245,7 +245,7 @@ class LocalSums:
         return alike and self.bucket.mesh.reduce.takes_scattered(self.bucket.layout.numel, self.dtype)
 
     def view(self, index: int) -> Tensor:
-        """Its place in the buffer of all, which is made, in its shape."""
+        """The gradient's place in the buffer of all, which is made if need be, in the parameter's shape."""
         return self._settled().shaped[index]
 
     def sum_of(self, index: int) -> Tensor | None:
@@ -326,7 +326,7 @@ class LocalSums:
         return self._buffer
 
     def _settled(self) -> FlatGradients:
-        """The same, with what waited too."""
+        """Local sums, with what waited added to them."""
         buffer = self._collected()
         self.copy_waiting()
         return buffer
@@ -394,7 +394,7 @@ class ReducedSums:
         return None if self.sum is None else self.sum.tensor
 
     def room(self) -> ShardStorage:
-        """Its place, with whatever is there; made when the bucket was frozen until now, or has let go of it."""
+        """The place of the sum, with whatever is there; it is made if the bucket was frozen or has let go of it."""
         if self.sum is None:
             self.sum = self._site.unset(self._numel, self._dtype, self._bucket.device)
         return self.sum
@@ -417,7 +417,7 @@ class ReducedSums:
         self.earlier, self.empty = None, True
 
     def forget(self, *, keep: bool) -> None:
-        """The same, and no use for the memory, unless it is to be kept."""
+        """Drop all sums, and their memory unless it is to be kept."""
         self.mark_empty()
         self._forget_powers()
         if self.sum is not None:
@@ -480,7 +480,7 @@ class ReducedSums:
         self.change_all([index], how)
 
     def change_all(self, indices: Sequence[int], how: Callable[[Tensor], object]) -> None:
-        """The same of several parameters; neighbours at once, with what lies between them, which is nobody's."""
+        """Change several parameters' parts in place; neighbours at once, with the padding between them."""
         wanted = set(indices)
         runs: list[tuple[int, int]] = []
         joins = False
@@ -512,7 +512,7 @@ class ReducedSums:
         return None if self._powers is None else self._powers.of(index)
 
     def expect_norm(self, norm_type: float) -> None:
-        """From the next reduction on know the norm of what is in a tier without reading it again."""
+        """Let reductions add up the norm of what is in a tier, so that it need not be read again."""
         if not self.in_memory and (self._powers is None or self._powers.norm_type != norm_type):
             self._powers = PowerSums(norm_type) if self._dtype in FLOATS else None
 

@@ -83,7 +83,7 @@ class GradientBucket:
     # ---- accumulation on this rank ----
 
     def keep_whole(self) -> None:
-        """From now on local sums wait for a later backward, in a buffer that stays."""
+        """Let local sums wait for a later backward, in a buffer that stays."""
         if self.keeps_whole:
             return
         self.version += 1
@@ -214,7 +214,7 @@ class GradientBucket:
             self._show_all()
 
     def expect_norm(self, norm_type: float) -> None:
-        """From the next reduction on know the norm of what is in a tier without reading it again."""
+        """Let reductions add up the norm of what is in a tier, so that it need not be read again."""
         self.reduced.expect_norm(norm_type)
 
     @without_grad
@@ -327,7 +327,7 @@ class GradientBucket:
         self.replace_local(index, local_values(part, parameter, gradient.detach()))
 
     def replace_local(self, index: int, mine: Tensor) -> None:
-        """The same for what this rank's model has of it, of which only the rank's own part counts."""
+        """Use a gradient of what this rank's model has of the parameter; only the rank's own part counts."""
         self.version += 1
         self._drop(index)
         place, piece = self._replaced(), self.bucket.piece_of.get(index)
@@ -399,7 +399,7 @@ class GradientBucket:
         return {index: values for index, (values, _) in self.scaled_gradients().items()}
 
     def scaled_gradients(self) -> dict[int, tuple[Tensor | OffloadedPart, float]]:
-        """The same in two factors, so that a reader who multiplies anyway saves a pass over memory."""
+        """The owned gradients in two factors: a reader who multiplies anyway saves a pass over memory."""
         indices = self.owned_indices()
         if not indices:
             return {}

@@ -174,7 +174,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class UpdatingOptimizer(Protocol):
-    """An optimizer as the model that it updates sees it; see `optim.sharded.ShardedOptimizer`."""
+    """An optimizer as the model that it updates sees it; see `optim.sharded_optimizer.ShardedOptimizer`."""
 
     @property
     def partially_applied(self) -> bool: ...
@@ -197,7 +197,7 @@ class ValueRecorder(Protocol):
         """A step is about to change this rank's values of these."""
 
     def after(self, buckets: Sequence[ParameterBucket]) -> None:
-        """It has."""
+        """A step has changed this rank's values of these."""
 
 
 _MUCH_PADDING = 1.25

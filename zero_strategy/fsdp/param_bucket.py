@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.no_grad()` around a function; where gradients are off, as in a backward, it costs nothing more."""
+    """Run a function under `torch.no_grad()`; where gradients are off, as in a backward, it costs nothing more."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +52,7 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
-    """As `without_grad`, and out of inference mode: tensors made or changed in it could not be saved for a backward.
+    """Run a function `without_grad` and out of inference mode, whose tensors could not be saved for a backward.
 
     Out of `torch.func`'s transforms as well, which refuse writes to what they did not make.
     """
@@ -270,7 +270,7 @@ class ParameterBucket:
                 place.copy_(value)
 
     def _take_over(self) -> None:
-        """From now on the parameters have their dtype and their place in the bucket."""
+        """Give the parameters their dtype and their place in the bucket."""
         for parameter in self.parameters:
             recast(parameter, self.dtype, self.device)
         track_classes(self.parameters)
@@ -429,7 +429,7 @@ class ParameterBucket:
         return PendingWork([])
 
     def publish_later(self, pieces: int, *, copied: bool) -> bool:
-        """As `publish`, whose end is waited for where the parameters are used; see `arriving`.
+        """Publish, and wait for the end where the parameters are used; see `arriving`.
 
         Args:
             pieces: How many tensors of optimizers are views of the owned elements.

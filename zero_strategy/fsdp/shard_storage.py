@@ -188,7 +188,7 @@ class InMemory(ShardStorage):
         return split_pieces(self._tensor, cuts)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> InMemory:
-        """The same values, where `move` puts them."""
+        """A storage of these values where `move` puts them."""
         return InMemory(move(self._tensor))
 
 
@@ -201,7 +201,7 @@ class InTier(ShardStorage):
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Those of the vector."""
+        """The vector's chunks."""
         return self._vector.chunks
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -285,7 +285,7 @@ class StorageSite:
         return InTier(self.store.take(self.name, VectorSpec(numel, dtype, device=head)))
 
     def unset(self, numel: int, dtype: torch.dtype, device: torch.device) -> ShardStorage:
-        """The same with whatever is in memory, for who writes all of it; its head is on the device."""
+        """A storage with whatever is in memory, for who writes all of it; its head is on the device."""
         if self.store is None:
             return InMemory(torch.empty(numel, dtype=dtype, device=device))
         return self.zeros(numel, dtype, device, device)

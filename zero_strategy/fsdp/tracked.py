@@ -83,7 +83,7 @@ def plain_class(kind: type) -> type:
 
 
 def track_classes(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on writes to these are counted."""
+    """Count writes to these from now on."""
     for parameter in parameters:
         kind = type(parameter)
         if issubclass(kind, nn.Parameter) and not issubclass(kind, Tracked):

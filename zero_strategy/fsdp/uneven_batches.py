@@ -98,7 +98,7 @@ class SharedEvaluation:
             self._plan = done
 
     def agree(self, value: int) -> int:
-        """In a step: the least value of all ranks that have a batch, where these must gather alike (stage 3).
+        """The least value of all ranks that have a batch in this step, where these must gather alike (stage 3).
 
         Args:
             value: This rank's; not negative.
@@ -297,7 +297,7 @@ class OwnBatches:
 
 
 def _own_containers(batch: Any) -> Any:
-    """The same tensors in other lists and dicts: a step may take things out of those that it is given."""
+    """Put tensors into other lists and dicts: a step may take things out of those that it is given."""
     return tree_map(lambda leaf: copy(leaf) if isinstance(leaf, MutableMapping) else leaf, batch)
 
 
@@ -313,7 +313,7 @@ def joined(loader: Iterable[Any], mesh: Mesh, policy: str) -> Iterator[tuple[Any
 
 
 def joined_pass(own: OwnBatches, mesh: Mesh, policy: str) -> Iterator[tuple[Any, float]]:
-    """As `joined`, for a pass that has begun."""
+    """Join batches of a pass that has begun; see `joined`."""
     while True:
         batch = own.advance()
         mine = torch.tensor([own.state, mesh.rank, own.given])

@@ -349,7 +349,7 @@ class Unsharder:
         unit.release()
 
     def reduce_unit(self, unit: Unit) -> None:
-        """Its gradients of this backward are complete on all ranks."""
+        """Reduce a unit's gradients, which are complete in this backward on all ranks."""
         self._unit_done(unit.buckets)
 
     def unfinished(self) -> Iterator[Unit]:

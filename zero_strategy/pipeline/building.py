@@ -275,7 +275,7 @@ class NamedLayer:
 
     @property
     def class_name(self) -> str:
-        """Its class or function."""
+        """The layer's class or function."""
         return layer_class_name(self.given)
 
 
@@ -309,7 +309,7 @@ class BuiltLayer:
         return any(True for module in self.modules.values() for _ in module.parameters())
 
     def state(self, exclude_frozen: bool = False) -> dict[str, Tensor] | None:
-        """Its state dict: names local to its module, or those of the larger model. None: it can have no state."""
+        """The layer's state dict, by names in its module or in the larger model. None: it can have no state."""
         if not self.modules:
             return None
         state: dict[str, Tensor] = {}

@@ -298,7 +298,7 @@ class PipelineEngine(ZeroEngine):
 
     @torch.no_grad()
     def run_forward(self, data: Iterable[Any] | None, micro_batches: int, *, forwarded: Forwarded | None = None) -> Run:
-        """As `evaluate`, but the loss is that of this copy: copies may have different numbers of micro-batches."""
+        """Evaluate with the loss of this copy alone: copies may have different numbers of micro-batches."""
         self._hooks.begin(0, forwarded=forwarded)
         return self.executor.run(self.schedule(micro_batches, training=False), None if data is None else iter(data))
 

@@ -419,7 +419,7 @@ def _check_tails(program: Program, training: bool) -> None:
 
 
 def _needed(program: Program, training: bool) -> dict[int, NDArray[np.bool_]]:
-    """By code, which places need it."""
+    """Places that need a computation, by its code."""
     placement = program.placement
     stages = np.arange(placement.stages)
     rank_of = np.array([placement.rank_of(stage) for stage in range(placement.stages)])
@@ -470,7 +470,7 @@ def _check_places(program: Program, listing: _Listing, training: bool) -> None:
 
 
 def _positions(program: Program, listing: _Listing) -> dict[int, Numbers]:
-    """By code, where on its rank a place has it, or -1; whole backwards count as both halves."""
+    """Positions of computations on their rank by code, -1 where there is none; whole backwards count as both halves."""
     places = program.placement.stages * program.micro_batches
     found: dict[int, Numbers] = {}
     for code in range(TAIL):

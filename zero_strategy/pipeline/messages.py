@@ -69,7 +69,7 @@ def put_together(tensors: Sequence[Any], structure: Structure) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same structure around changed tensors."""
+    """Put changed tensors into the same structure."""
     tensors, structure = take_apart(value)
     return put_together([change(tensor) for tensor in tensors], structure)
 

@@ -363,7 +363,7 @@ class _Graph:
         return several or _runs_once(crossing[0])
 
     def deferred_edges(self) -> dict[Any, list[_Edge]]:
-        """By node on the way, the edges that leave it towards parameters and are left to the weight half."""
+        """Edges from nodes on the way to parameters, by node: they are left to the weight half."""
         found: dict[Any, list[_Edge]] = {}
         for node in self.on_the_way:
             edges = {edge for edge in self.edges.get(node, ()) if edge[0] in self.part_of}

@@ -414,7 +414,7 @@ class PipelineModule(nn.Module):
         raise ValueError(f"{name!r} is in none of this rank's layers")
 
     def unit_names(self) -> list[str]:
-        """Of those, the ones whose own forward runs: parameters that are gathered for a module may be there.
+        """Units whose own forward runs: parameters that are gathered for a module may be there.
 
         Tied modules are left out that a layer uses by a function of its own, such as one that reads their weight.
         """
@@ -570,7 +570,7 @@ class _Run:
         return inputs
 
     def unpacked(self, *inputs: Any) -> Any:
-        """The same with the members of a tuple one by one, as checkpoint functions want them."""
+        """Call it with the members of a tuple one by one, as checkpoint functions want them."""
         return self(inputs)
 
 

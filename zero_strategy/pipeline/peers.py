@@ -117,11 +117,11 @@ class PipelinePeers:
             inlet.expect(1)
 
     def send_activation(self, stage: int, micro_batch: int, stage_message: StageMessage) -> None:
-        """To the next stage."""
+        """Send an activation to the next stage."""
         self._send(True, stage, micro_batch, stage_message)
 
     def send_gradients(self, stage: int, micro_batch: int, stage_message: StageMessage) -> None:
-        """To the stage before."""
+        """Send gradients to the stage before."""
         self._send(False, stage, micro_batch, stage_message)
 
     def come_to(self, instruction: type[PipeInstruction], stage: int, micro_batch: int) -> None:

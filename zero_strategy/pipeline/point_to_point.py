@@ -231,7 +231,7 @@ def _unused_key(name: str, rank: int, size: int) -> str:
 
 
 def _host_groups(ranks: list[int], channels: Sequence[Channel], seconds: float, key: str) -> dict[Channel, Group]:
-    """By channel, what carries its messages.
+    """The groups that carry messages, by channel.
 
     They are made by their classes: `new_group` may give a group the name that a broken one of the same ranks had, and
     would find that one's addresses in the store.

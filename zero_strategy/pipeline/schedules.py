@@ -195,7 +195,7 @@ def alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up
 def alternating_halves(
     forwards: Sequence[Action], inputs: Sequence[Action], weights: Sequence[Action], warm_up: int, delay: int
 ) -> list[Action]:
-    """The same with backwards in halves; weight halves queue up, and `delay` of them stay behind until the end."""
+    """Alternate, with backwards in halves: weight halves queue up, and `delay` of them stay behind until the end."""
     kept = max(0, len(weights) - delay)
     queue = chain(repeat(None, delay), weights[:kept])
     return [

@@ -122,7 +122,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the beginning of the first computation to the end of the last one."""
+        """Time from the beginning of the first computation to the end of the last one."""
         return max((event.end for event in self.events if event.computes), default=0.0) - self.start
 
     @property
@@ -144,7 +144,7 @@ class Timeline:
 
     @cached_property
     def usage(self) -> tuple[Usage, ...]:
-        """Of each rank.
+        """Time in use of each rank.
 
         Raises:
             ValueError: If a rank computes nothing.
@@ -304,7 +304,7 @@ class Times:
     latency: float = 0.0
 
     def table(self, stages: int) -> dict[int, list[float]]:
-        """By code of the computation, for each stage.
+        """A table of each stage by code of the computation.
 
         Raises:
             ValueError: If there is another number of times, or a negative one.
@@ -357,7 +357,7 @@ class _Runner:
         self.events: list[list[Event]] = [[] for _ in range(placement.ranks)]
 
     def run(self) -> None:
-        """To the end.
+        """Simulate to the end.
 
         Raises:
             ScheduleError: If that cannot be reached.

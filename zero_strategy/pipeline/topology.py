@@ -265,7 +265,7 @@ class PipelineParallelGrid:
             )
 
     def _groups_of(self, axis: str) -> list[list[int]]:
-        """Its communicators' ranks; an axis that is not there has one rank."""
+        """Ranks of an axis's communicators; an axis that is not there has one rank."""
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
     def _own(self, groups: list[list[int]]) -> list[int]:
@@ -352,7 +352,7 @@ class PipelineParallelGrid:
         return self.dp_proc_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The same as ranks of the world."""
+        """Ranks of the data-parallel group, numbered in the world."""
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
