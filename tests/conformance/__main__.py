@@ -288,7 +288,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="*", default=list(SECTIONS), choices=SECTIONS, help="default: all")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows whose name has one of these words")
     parser.add_argument(
-        "--models", nargs="*", default=[], metavar="TYPE", help="model types (default: all that are known)"
+        "--models", nargs="*", default=[], metavar="TYPE",
+        help="model types; results of others stay as the last log has them (default: all, from the beginning)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further model after so many (default: no limit)"
     )
     parser.add_argument("--stages", default="1,2,3", help="of scripts and trainings, such as 1,3 (default: 1,2,3)")
     for suite in foreign_tests.SUITES:
@@ -313,7 +317,7 @@ def main() -> int:
     if options.list:
         return 0
     if "models" in options.sections:
-        found = models_section.run(options.models, options.logs / "models.jsonl")
+        found = models_section.run(options.models, options.logs / "models.jsonl", options.minutes)
         made[models_section.TITLE], bad = models_section.section(found)
         unexplained += bad
     if "tests" in options.sections:
