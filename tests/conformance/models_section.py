@@ -33,7 +33,7 @@ def run(kinds: Sequence[str], log: Path, minutes: float = float("inf")) -> list[
         minutes: No more model types are begun after so many; one that is under way is left.
 
     Returns:
-        All results. Those that were not reached have the verdict `not reached`.
+        A result of each model type that is known; those that no run has reached have the verdict `not reached`.
     """
     todo = list(kinds or architectures.classes())
     if not kinds:
@@ -48,11 +48,12 @@ def run(kinds: Sequence[str], log: Path, minutes: float = float("inf")) -> list[
             bar.set_description(result["kind"])
             bar.update()
 
-        left = zoo_pool.run_all(todo, report, 60.0 * minutes)
+        zoo_pool.run_all(todo, report, 60.0 * minutes)
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    known = {result["kind"]: result for result in lines}
-    rest = {kind: {"kind": kind, "verdict": "not reached", "words": "", "facts": {}} for kind in left}
-    return list({**rest, **known}.values())
+    left = {
+        kind: {"kind": kind, "verdict": "not reached", "words": "", "facts": {}} for kind in architectures.classes()
+    }
+    return list({**left, **{result["kind"]: result for result in lines}}.values())
 
 
 def reason(words: str) -> str:
@@ -100,7 +101,8 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
         "`from_pretrained`. Equal means a relative difference of at most "
         f"{zoo.TOLERANCE:.0e}; in brackets, those equal to the last bit in all of the first two steps. Of the equal, "
         f"{len(rounded)} differ by more, yet by less than {zoo.ROUNDINGS:.0f} times what the plain model differs from "
-        "itself if each gradient is moved by one rounding."
+        "itself if each gradient is moved by one rounding. Model types with the most heads come first; those that the "
+        "time did not reach are counted, not named."
     )
     lines = [
         *textwrap.wrap(prose, 100),
@@ -124,7 +126,4 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
         lines += ["", "Not built, by reason:", ""]
         for said, those in sorted(why.items()):
             lines += textwrap.wrap(f"- {said}: {names(those)}.", 100, subsequent_indent="  ", break_on_hyphens=False)
-    if by["not reached"]:
-        words = f"Not reached in the time that the run was given: {names(by['not reached'])}."
-        lines += ["", *textwrap.wrap(words, 100, break_on_hyphens=False)]
     return "\n".join(lines), [each["kind"] for each in by["BAD"]]
