@@ -200,8 +200,8 @@ class SkippedLayers:
             self.before_other(unit, max(unit.awaited, default=None) if in_backward() else None)
         elif in_backward():
             one, number = self._current, layers.numbers[unit]
-            due = one is not None and one.layers is layers
-            due = due and layers.begins[number] < one.position <= layers.ends[number]
+            begun = one.position if one is not None and one.layers is layers else 0
+            due = layers.begins[number] < begun <= layers.ends[number]
             if not due and (layers.nested or not unit.under_way):
                 raise RuntimeError(
                     f"unit {unit.name!r} is computed again in backward before its turn: under units.may_skip a "
