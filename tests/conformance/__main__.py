@@ -185,7 +185,8 @@ def preface() -> str:
             known.append(f"{name} {importlib.metadata.version(name)}")
     words = (
         "Written by `make conformance`, which anyone can repeat, on CPUs with gloo: "
-        f"{', '.join(known)}, Python {platform.python_version()}, {datetime.date.today().isoformat()}."
+        f"{', '.join(known)}, Python {platform.python_version()}, {datetime.date.today().isoformat()}. A section that "
+        "a run leaves out stays as an earlier one wrote it."
     )
     return "\n".join([sections.PREFACE, "", *textwrap.wrap(words, 100)])
 
@@ -276,8 +277,9 @@ def run_suites(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
         if tree is None:
             print(f"{suite.title}: skipped, since --{suite.option} names no source tree", file=sys.stderr)
             continue
-        entries = foreign_tests.run(suite, tree.resolve(), 3, (options.logs / f"{suite.option}-tests.log").resolve())
-        made[suite.title], failed = foreign_tests.section(suite, entries, 3)
+        log = (options.logs / f"{suite.option}-tests.log").resolve()
+        entries, complete = foreign_tests.run(suite, tree.resolve(), 3, log, options.minutes)
+        made[suite.title], failed = foreign_tests.section(suite, entries, 3, complete)
         unexplained += failed
     return made, unexplained
 
@@ -288,7 +290,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="*", default=list(SECTIONS), choices=SECTIONS, help="default: all")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="rows whose name has one of these words")
     parser.add_argument(
-        "--models", nargs="*", default=[], metavar="TYPE", help="model types (default: all that are known)"
+        "--models", nargs="*", default=[], metavar="TYPE",
+        help="model types; results of others stay as the last log has them (default: all, from the beginning)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of models, and of each project's tests (default: no limit)"
     )
     parser.add_argument("--stages", default="1,2,3", help="of scripts and trainings, such as 1,3 (default: 1,2,3)")
     for suite in foreign_tests.SUITES:
@@ -313,7 +319,7 @@ def main() -> int:
     if options.list:
         return 0
     if "models" in options.sections:
-        found = models_section.run(options.models, options.logs / "models.jsonl")
+        found = models_section.run(options.models, options.logs / "models.jsonl", options.minutes)
         made[models_section.TITLE], bad = models_section.section(found)
         unexplained += bad
     if "tests" in options.sections:

@@ -111,8 +111,10 @@ LIGHTNING = Suite(
 SUITES = (TRANSFORMERS, LIGHTNING)
 
 
-def run(suite: Suite, tree: Path, stage: int, log: Path) -> list[dict[str, Any]]:
-    """Run a suite in one process; the outcomes of its tests."""
+def run(
+    suite: Suite, tree: Path, stage: int, log: Path, minutes: float = float("inf")
+) -> tuple[list[dict[str, Any]], bool]:
+    """Run a suite in one process; the outcomes of its tests, and True if all came to run within so many minutes."""
     folder = tree / suite.folder
     paths = [path for path in suite.paths if (folder / path).exists()]
     if not paths:
@@ -130,14 +132,23 @@ def run(suite: Suite, tree: Path, stage: int, log: Path) -> list[dict[str, Any]]
             "-p", suite.plugin, "-p", "tests.conformance.outcomes", "--rootdir", str(folder), *paths,
         ]  # fmt: skip
         with log.open("w", encoding="utf-8") as output:
-            subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
+            seconds = None if minutes == float("inf") else 60.0 * minutes
+            try:
+                subprocess.run(
+                    command, cwd=folder, env=environment, stdout=output, stderr=output, check=False, timeout=seconds
+                )
+                complete = True
+            except subprocess.TimeoutExpired:
+                complete = False
         lines = outcomes.read_text(encoding="utf-8").splitlines() if outcomes.exists() else []
     if not lines:
         raise RuntimeError(f"pytest has run no test of {folder}: see {log}")
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines], complete
 
 
-def section(suite: Suite, entries: Sequence[dict[str, Any]], stage: int) -> tuple[str, list[str]]:
+def section(
+    suite: Suite, entries: Sequence[dict[str, Any]], stage: int, complete: bool = True
+) -> tuple[str, list[str]]:
     """The text of a suite's section, and the names of failed tests that no reason explains."""
     counts = collections.Counter(entry["outcome"] for entry in entries)
     ours = sum(entry["ours"] for entry in entries if entry["outcome"] == "passed")
@@ -167,6 +178,9 @@ def section(suite: Suite, entries: Sequence[dict[str, Any]], stage: int) -> tupl
         "",
         *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
     ]
+    if not complete:
+        last = entries[-1]["test"].rpartition("/")[2]
+        lines += ["", "The run ended when its time was over; the last test was", f"`{last.partition('[')[0]}`."]
     if explained:
         why = [
             [reason, str(len(names)), ", ".join(f"`{test_name(name)}`" for name in names[:3])]

@@ -15,6 +15,7 @@ from tests.conformance import architectures, zoo, zoo_pool
 from tests.conformance.sections import table
 
 TITLE = "Architectures of transformers at stage 3"
+COLUMNS = ("tried", "equal (bits)", "plain fails", "refused", "differ or fail", "not built", "not reached")
 HEADINGS = {
     "BAD": "These differ, or fail where the plain model does not.",
     "refused": "These are refused by an error that says why.",
@@ -23,14 +24,23 @@ HEADINGS = {
 """Verdicts that get a table of their own, with the sentence above it."""
 
 
-def run(kinds: Sequence[str], log: Path) -> list[dict[str, Any]]:
-    """Compare these model types, or all; their results, each also appended to a file as it comes."""
-    todo, found = list(kinds or architectures.classes()), list[dict[str, Any]]()
-    log.unlink(missing_ok=True)
+def run(kinds: Sequence[str], log: Path, minutes: float = float("inf")) -> list[dict[str, Any]]:
+    """Compare model types with the plain model.
+
+    Args:
+        kinds: Model types; what the log has of others stays. Empty: all, from the beginning.
+        log: File with a line per result, to which each is appended as it comes; the last of a model type counts.
+        minutes: No more model types are begun after so many; one that is under way is left.
+
+    Returns:
+        A result of each model type that is known; those that no run has reached have the verdict `not reached`.
+    """
+    todo = list(kinds or architectures.classes())
+    if not kinds:
+        log.unlink(missing_ok=True)
     with tqdm(total=len(todo), unit="model", dynamic_ncols=True) as bar, log.open("a", encoding="utf-8") as file:
 
         def report(result: dict[str, Any]) -> None:
-            found.append(result)
             file.write(json.dumps(result) + "\n")
             file.flush()
             if result["verdict"] in ("BAD", "refused"):
@@ -38,8 +48,12 @@ def run(kinds: Sequence[str], log: Path) -> list[dict[str, Any]]:
             bar.set_description(result["kind"])
             bar.update()
 
-        zoo_pool.run_all(todo, report)
-    return found
+        zoo_pool.run_all(todo, report, 60.0 * minutes)
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    left = {
+        kind: {"kind": kind, "verdict": "not reached", "words": "", "facts": {}} for kind in architectures.classes()
+    }
+    return list({**left, **{result["kind"]: result for result in lines}}.values())
 
 
 def reason(words: str) -> str:
@@ -69,12 +83,13 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     by = collections.defaultdict(list)
     for result in results:
         by[result["verdict"]].append(result)
-    tried, equal = [each for each in results if each["verdict"] != "not built"], by["equal"]
+    tried = [each for each in results if each["verdict"] not in ("not built", "not reached")]
+    equal = by["equal"]
     bits = [each for each in equal if each["facts"].get("bits")]
     rounded = [each for each in equal if "rounding" in each["facts"]]
     counts = [
         str(len(tried)), f"{len(equal)} ({len(bits)})", str(len(by["plain fails"])), str(len(by["refused"])),
-        str(len(by["BAD"])), str(len(by["not built"])),
+        str(len(by["BAD"])), str(len(by["not built"])), str(len(by["not reached"])),
     ]  # fmt: skip
     prose = (
         "Tiny models of random numbers, one class for each model type of transformers' auto mappings, built by "
@@ -86,12 +101,15 @@ def section(results: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
         "`from_pretrained`. Equal means a relative difference of at most "
         f"{zoo.TOLERANCE:.0e}; in brackets, those equal to the last bit in all of the first two steps. Of the equal, "
         f"{len(rounded)} differ by more, yet by less than {zoo.ROUNDINGS:.0f} times what the plain model differs from "
-        "itself if each gradient is moved by one rounding."
+        "itself if each gradient is moved by one rounding. Model types with the most heads come first; those that the "
+        "time did not reach are counted, not named."
     )
     lines = [
         *textwrap.wrap(prose, 100),
         "",
-        *table(["tried", "equal (bits)", "plain fails", "refused", "differ or fail", "not built"], [counts]),
+        *table(
+            ["tried", "equal (bits)", "plain fails", "refused", "differ or fail", "not built", "not reached"], [counts]
+        ),
     ]
     for verdict, sentence in HEADINGS.items():
         if by[verdict]:

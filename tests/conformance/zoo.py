@@ -29,7 +29,7 @@ ROUNDINGS = 8.0
 LARGEST_ROUNDING = 1e-2
 SMALLEST_MOVE = 1e-4
 """Of some weight in the two steps, relative to its largest number: less would prove nothing."""
-CONFIG: dict[str, Any] = {"stage": 3, "timeout_seconds": 30.0}
+CONFIG: dict[str, Any] = {"stage": 3, "timeout_seconds": 60.0}
 STEPS = 2
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 300.0
 """Of one model, from one line of a rank's journal to the next."""
-GRACE_SECONDS = 50.0
+GRACE_SECONDS = 80.0
 """For the other rank after one failed: the engine's own limit has to pass."""
 
 VERDICTS = ("equal", "not built", "plain fails", "refused", "BAD")
@@ -110,8 +110,12 @@ class Pair:
         self._codes: dict[int, int] = {}
         self._children = fork_pair(kinds, folder)
 
-    def watch(self) -> None:
-        """Wait until both ranks ended, stood still for too long, or one failed and the other did not follow."""
+    def watch(self, until: float) -> None:
+        """Wait until both ranks ended, stood still for too long, or one failed and the other did not follow.
+
+        Args:
+            until: Monotonic seconds at which the model that is under way is left as not reached.
+        """
         moved, size, failed = time.monotonic(), -1, None
         while len(self._codes) < len(self._children):
             for child in set(self._children) - set(self._codes):
@@ -126,12 +130,14 @@ class Pair:
                 failed = now
             if now - moved > LIMIT_SECONDS or (failed is not None and now - failed > GRACE_SECONDS):
                 break
+            if now > until:
+                break
             time.sleep(0.05)
         for child in set(self._children) - set(self._codes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        self._report_ended(final=True)
+        self._report_ended(final=time.monotonic() <= until)
 
     def _report_ended(self, final: bool) -> None:
         """Report each model that both ranks ended; with `final`, also one that a rank began and did not end."""
@@ -154,18 +160,18 @@ def worse(kind: str, ended: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def run_all(kinds: Sequence[str], report: Callable[[dict[str, Any]], None]) -> None:
-    """Compare all of these model types, and report each as it ends."""
+def run_all(kinds: Sequence[str], report: Callable[[dict[str, Any]], None], seconds: float = float("inf")) -> None:
+    """Compare these model types, and report each as it ends; begins none after so many seconds."""
     import transformers.models.auto.modeling_auto  # noqa: F401  what ranks share
 
     from tests.conformance import architectures, zoo  # noqa: F401
 
-    left = list(kinds)
-    while left:
+    left, until = list(kinds), time.monotonic() + seconds
+    while left and time.monotonic() < until:
         with tempfile.TemporaryDirectory() as name:
             pair = Pair(left, Path(name), report)
-            pair.watch()
-            if len(pair.left) == len(left):
+            pair.watch(until)
+            if len(pair.left) == len(left) and time.monotonic() < until:
                 raise RuntimeError(f"no rank began: {(Path(name) / 'log.0').read_text(encoding='utf-8')[-2000:]}")
             left = pair.left
 

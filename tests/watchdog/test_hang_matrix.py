@@ -54,6 +54,7 @@ def test_ranks_that_run_other_units(ranks: Launcher) -> None:
                 assert each.kind == "nothing", each
             else:
                 check(each, "ranks came to different collectives", "rank 1 began all_gather of `")
+                check(each, "different layers (LayerDrop, or", "set units.may_skip: true")
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Launcher) -> None:

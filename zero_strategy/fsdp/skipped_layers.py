@@ -4,7 +4,10 @@ A gather takes all ranks, so a rank that skips a layer takes part in its gather 
 message is needed for that, since the order is known. It is that of the list:
 
     forward of the module that holds the list     layer 0, 1, 2, ...     at its end those that are left
-    backward of that forward                      ..., 2, 1, 0           before any other unit, or at the end of all
+    backward of that forward                      ..., 2, 1, 0           before any earlier unit, or at the end of all
+
+Units inside of a layer belong to the list, too: they follow their layer, in forward in the order of `named_modules`, in
+backward in the opposite one, and its gradients are complete after theirs. Of lists within lists the outermost counts.
 
 Before a layer is used, those that were passed over are gathered and released. Gradients are reduced where backward
 passes on from a layer to the one before it, so gathers and reductions interleave alike on all ranks. What happens is
@@ -13,13 +16,16 @@ decided by calls that are the same on all ranks, never by what this rank has use
 - layers are released after each use, and fetched ahead in the order of the list;
 - a forward that no gradient reaches, since what this rank used of it needs none, has its turn all the same: autograd
   goes through forwards from the last to the first, so it comes before the next one that was earlier, or at the end;
-- if the module ran several times, gradients are reduced in the last of its backwards.
+- if the module ran several times, gradients are reduced in the last of its backwards;
+- a pass over a list has the turn at which its first layer is gathered, and backward comes to those with later turns
+  first: a module with a list of its own may be called before or after the layers of the one that calls it.
 
 A layer that is called out of order, or twice in one forward, is an error.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import ref
@@ -35,17 +41,42 @@ _PASSES = 64
 
 
 class LayerList:
-    """Units that are the members of one `ModuleList`.
+    """Units that are the members of one `ModuleList`, or lie inside of them.
 
     Args:
         name: Name of the list.
-        units: In the order of the list.
+        units: In the order of the list, each before those inside of it.
+
+    Attributes:
+        backward: What a backward does in turn: the number of a unit, and True to gather it, False where it is over.
+        begins: Place in `backward` at which a unit is gathered, by its number.
+        ends: Place at which it is over.
+        nested: True if units lie inside of others.
+        followers: What has been seen to come after the list in a forward of its module: a unit or a module with lists,
+            and the number of its call.
     """
 
     def __init__(self, name: str, units: Sequence[Unit]) -> None:
         self.name, self.units = name, list(units)
         self.numbers = {unit: number for number, unit in enumerate(self.units)}
         self.passes: list[Pass] = []
+        self.followers: set[tuple[Unit | nn.Module, int]] = set()
+        self.backward = list(self._backward(0, len(self.units)))
+        self.begins = {number: place for place, (number, begins) in enumerate(self.backward) if begins}
+        self.ends = {number: place for place, (number, begins) in enumerate(self.backward) if not begins}
+        self.nested = any(self.ends[number] > place + 1 for number, place in self.begins.items())
+
+    def _backward(self, first: int, last: int) -> Iterator[tuple[int, bool]]:
+        outer = []
+        while first < last:
+            inside = f"{self.units[first].name}."
+            after = next((n for n in range(first + 1, last) if not self.units[n].name.startswith(inside)), last)
+            outer.append((first, after))
+            first = after
+        for number, after in reversed(outer):
+            yield number, True
+            yield from self._backward(number + 1, after)
+            yield number, False
 
     @property
     def trains(self) -> bool:
@@ -64,21 +95,29 @@ class Pass:
         layers: The list.
         first: Calls of members have a higher number.
         place: Of the list in the module that holds it.
+        around: Calls of units around that module, under way when it began.
 
     Attributes:
-        last: They have a lower number.
-        turn: Those with a higher one come later in forward, and earlier in backward.
-        position: In forward the members before it have been gathered; in backward those from it on.
+        last: Calls of members have a lower number.
+        arrived: Number at which its first layer was gathered in forward, 0 before.
+        position: In forward, units before it have been gathered; in backward, what precedes it in `LayerList.backward`
+            is done.
         begun: Its backward has begun, or was taken up at the end of another.
         together: The passes of one forward of the module, over all of its lists.
     """
 
-    def __init__(self, layers: LayerList, first: int, place: int) -> None:
-        self.layers, self.first, self.last = layers, first, first
-        self.turn = first, place
+    def __init__(self, layers: LayerList, first: int, place: int, around: frozenset[int]) -> None:
+        self.layers, self.first, self.last, self.around = layers, first, first, around
+        self._place = place
+        self.arrived = 0
         self.position = 0
         self.begun = False
         self.together: list[Pass] = []
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Those with a higher one come later in forward, and earlier in backward."""
+        return self.arrived, self._place
 
 
 class SkippedLayers:
@@ -96,18 +135,20 @@ class SkippedLayers:
         owners = layer_lists(unsharder.units)
         if not owners:
             raise ValueError(
-                "units.may_skip: the model has no ModuleList with two units or more that hold no other units; name its "
-                "layers in units.classes or units.patterns, or leave it out"
+                "units.may_skip: the model has no ModuleList with two members or more that are units or hold some; "
+                "name its layers in units.classes or units.patterns, or leave it out"
             )
         self._owners = {owner: name for owner, name, _ in owners}
         self._list_of = {unit: layers for _, _, lists in owners for layers in lists for unit in layers.units}
         self._owner_of = {layers: name for _, name, lists in owners for layers in lists}
-        self._open: list[tuple[nn.Module, list[Pass]]] = []
-        """Forwards under way of modules that hold lists, the innermost last."""
+        self._open: list[tuple[nn.Module, list[Pass], Counter[Unit | nn.Module]]] = []
+        """Forwards under way of modules that hold lists, the innermost last, with what else was called in them."""
         self._current: Pass | None = None
-        """The backward that goes on."""
+        """The pass whose layers backward goes through."""
+        self._active: set[Pass] = set()
+        """Those that have begun in the present backward, and are not over."""
         self._seen: set[Pass] = set()
-        """Those that have begun in the present backward."""
+        """Those that have begun in it."""
         for owner, _, lists in owners:
             owner.register_forward_pre_hook(_OwnerHook(self, lists, enter=True), prepend=True)
             owner.register_forward_hook(_OwnerHook(self, lists, enter=False))
@@ -118,10 +159,15 @@ class SkippedLayers:
         """The forward of a module that holds lists begins."""
         if in_backward():  # computed again: its layers are whole in their turn, or refused
             return
-        places = [place for place, (other, _) in enumerate(self._open) if other is owner]
+        places = [place for place, (other, *_) in enumerate(self._open) if other is owner]
         del self._open[min(places, default=len(self._open)) :]  # left by an exception
+        self._turn_of_other(owner)
+        around = {unit.open_calls[-1] for unit in self._unsharder.units[1:] if unit.open_calls}
         first = self._unsharder.new_call()
-        self._open.append((owner, [Pass(layers, first, place) for place, layers in enumerate(lists)]))
+        if any(unit.module is owner for unit in self._unsharder.units[1:]):
+            around.add(first + 1)  # its own call, which comes next
+        passes = [Pass(layers, first, place, frozenset(around)) for place, layers in enumerate(lists)]
+        self._open.append((owner, passes, Counter()))
 
     def owner_ends(self, owner: nn.Module, output: Any) -> None:
         """It has ended with this result."""
@@ -151,13 +197,16 @@ class SkippedLayers:
         """
         layers = self._list_of.get(unit)
         if layers is None:
-            self.before_other(unit)
+            self.before_other(unit, max(unit.awaited, default=None) if in_backward() else None)
         elif in_backward():
             one, number = self._current, layers.numbers[unit]
-            if not unit.under_way and (one is None or one.layers is not layers or one.position != number):
+            begun = one.position if one is not None and one.layers is layers else 0
+            due = layers.begins[number] < begun <= layers.ends[number]
+            if not due and (layers.nested or not unit.under_way):
                 raise RuntimeError(
                     f"unit {unit.name!r} is computed again in backward before its turn: under units.may_skip a "
-                    f"checkpoint may hold one layer of {layers.name!r}, not the module around them"
+                    f"checkpoint may hold one layer of {layers.name!r} that has no units inside, not the module around "
+                    "them"
                 )
         elif self._open and (one := next((one for one in self._open[-1][1] if one.layers is layers), None)) is not None:
             for earlier in self._open[-1][1]:
@@ -168,35 +217,56 @@ class SkippedLayers:
             if number < one.position:
                 raise self._out_of_turn(unit, layers.units[one.position - 1])
             self._advance(one, number)
-            self._fetch(one, number, ahead=1)
-            one.position = number + 1
+            self._fetch(one, number)
 
     def before_other(self, unit: Unit, call: int | None = None) -> None:
-        """Another unit is about to be gathered than one in its turn: what is left of the list comes before it."""
+        """A unit of no list is about to be gathered: what is left of lists that have their turn comes before it.
+
+        Args:
+            unit: The unit.
+            call: In backward, the forward of it that has its turn; None: it is not known.
+        """
         if unit.under_way:
             return
-        if in_backward():
-            self._close(None if call is None else (call, 0))
-        elif self._open:
-            for one in self._open[-1][1]:
-                if one.position:
-                    self._complete(one)
+        if not in_backward():
+            self._turn_of_other(unit)
+        elif call is not None:
+            self._close((call, 0), call)
+        else:
+            for one in sorted(self._active, key=lambda one: one.turn, reverse=True):
+                self._reduce(self._rest(one))
+
+    def _turn_of_other(self, other: Unit | nn.Module) -> None:
+        """A unit of no list, or a module with lists of its own, is used in the module under way: end what precedes it.
+
+        Those are the lists that this forward has begun, and those that it skips as a whole but earlier ones had begun
+        by then.
+        """
+        if not self._open:
+            return
+        _, passes, met = self._open[-1]
+        met[other] += 1
+        follower = other, met[other]
+        for one in passes:
+            if one.position or follower in one.layers.followers:
+                one.layers.followers.add(follower)
+                self._complete(one)
 
     def _complete(self, one: Pass) -> None:
         self._advance(one, len(one.layers.units))
+        one.arrived = one.arrived or self._unsharder.new_call()
 
     def _advance(self, one: Pass, number: int) -> None:
         while one.position < number:
-            unit = self._fetch(one, one.position, ahead=1)
-            one.position += 1
-            unit.release()
+            self._fetch(one, one.position).release()
 
-    def _fetch(self, one: Pass, number: int, ahead: int) -> Unit:
-        """Gather a layer and start on those that follow it."""
+    def _fetch(self, one: Pass, number: int) -> Unit:
+        """Gather a layer in forward and start on those that follow it."""
+        one.arrived = one.arrived or self._unsharder.new_call()
+        one.position = number + 1
         units = one.layers.units
         self._unsharder.use(units[number])
-        further = range(number + ahead, number + ahead * (self._unsharder.prefetch + 1), ahead)
-        self._unsharder.fetch_ahead([units[place] for place in further if 0 <= place < len(units)])
+        self._unsharder.fetch_ahead(units[number + 1 : number + 1 + self._unsharder.prefetch])
         return units[number]
 
     # ---- backward ----
@@ -204,8 +274,7 @@ class SkippedLayers:
     def begin(self, one: Pass) -> None:
         """A gradient of what this forward gave has arrived."""
         if one not in self._seen:
-            self._seen.add(one)
-            self._close(one.turn)
+            self._close((one.last, 0))
             self._start(one)
 
     def before_backward(self, unit: Unit, call: int) -> None:
@@ -222,13 +291,15 @@ class SkippedLayers:
         if torch.is_grad_enabled():
             raise RuntimeError("units.may_skip knows no backward(create_graph=True): layers are released in between")
         self.begin(one)
+        if one is not self._current:
+            self._close(one.turn)
+            self._current = one
         number = layers.numbers[unit]
-        if one is not self._current or number > one.position:
-            raise self._out_of_turn(unit, layers.units[min(one.position, len(layers.units) - 1)])
-        while one.position > number:
-            self._pass_on(one)
-            if one.position > number:
-                layers.units[one.position].release()
+        if one.position > layers.ends[number]:
+            last = layers.backward[one.position - 1][0]
+            raise self._out_of_turn(unit, layers.units[last])
+        while one.position <= layers.begins[number]:  # further, if units inside of it came first
+            self._reduce(self._next(one))
 
     def ends(self, unit: Unit, call: int) -> bool:
         """True if the end of this call's backward is decided here, and not by the gradients of its inputs."""
@@ -236,60 +307,65 @@ class SkippedLayers:
         return layers is not None and layers.pass_of(call) is not None
 
     def _start(self, one: Pass) -> None:
-        one.begun, one.position, self._current = True, len(one.layers.units), one
+        one.begun, one.position = True, 0
         self._seen.add(one)
+        self._active.add(one)
 
-    def _pass_on(self, one: Pass) -> None:
-        """From a layer whose backward is over to the one before it."""
-        done = self._done(one)
-        if done is not None:
-            self._unsharder.reduce_unit(done)
-        one.position -= 1
-        self._fetch(one, one.position, ahead=-1)
-
-    def _done(self, one: Pass) -> Unit | None:
-        """Let go of the layer at the position; gives it if its gradients are complete."""
-        if one.position == len(one.layers.units):
-            return None
-        unit = one.layers.units[one.position]
+    def _next(self, one: Pass) -> Iterator[Unit]:
+        """Gather the layer whose turn it is and start on those that follow it, or release it; gives what to reduce."""
+        units, left = one.layers.units, one.layers.backward[one.position :]
+        one.position += 1
+        if left[0][1]:
+            unit, *ahead = [units[number] for number, begins in left if begins][: self._unsharder.prefetch + 1]
+            self._unsharder.use(unit)
+            self._unsharder.fetch_ahead(ahead)
+            return
+        unit = units[left[0][0]]
         self._unsharder.backward_of_layer_over(unit, one.first, one.last)
-        return unit if all(other.begun for other in one.layers.passes) else None
+        if all(other.begun for other in one.layers.passes):
+            yield unit
 
-    def _close(self, turn: tuple[int, int] | None) -> None:
+    def _close(self, turn: tuple[int, int], call: int | None = None) -> None:
         """Another unit, or the backward of an earlier forward, has its turn: end those of later ones."""
-        for unit in self._rest() if turn is None else self._rest_of_all(turn):
+        self._reduce(self._rest_of_all(turn, call))
+
+    def _reduce(self, units: Iterator[Unit]) -> None:
+        for unit in units:
             self._unsharder.reduce_unit(unit)
 
-    def _rest(self) -> Iterator[Unit]:
+    def _rest(self, one: Pass) -> Iterator[Unit]:
         """Gather what the present backward has not come to; gives units whose gradients are to be reduced."""
-        one = self._current
-        if one is None:
-            return
-        while True:
-            done = self._done(one)
-            if done is not None:
-                yield done
-            if one.position == 0:
-                break
-            one.position -= 1
-            self._fetch(one, one.position, ahead=-1).release()
-        self._current = None
+        while one.position < len(one.layers.backward):
+            yield from self._next(one)
+        self._active.discard(one)
+        if one is self._current:
+            self._current = None
 
     def finish(self) -> Iterator[Unit]:
         """Backward is over: gather what it has not come to, and give units to reduce before the next gather."""
         yield from self._rest_of_all((0, 0))
         self._seen.clear()
 
-    def _rest_of_all(self, turn: tuple[int, int]) -> Iterator[Unit]:
-        """The same of the present backward, and of all later forwards than `turn` whose backward has not begun."""
-        yield from self._rest()
-        left = [one for layers in self._owner_of if layers.trains for one in layers.passes if self._is_due(one, turn)]
-        for one in sorted(left, key=lambda one: one.turn, reverse=True):
-            self._start(one)
-            yield from self._rest()
+    def _rest_of_all(self, turn: tuple[int, int], call: int | None = None) -> Iterator[Unit]:
+        """The same of all passes with a later turn that have begun in this backward, or should have.
 
-    def _is_due(self, one: Pass, turn: tuple[int, int]) -> bool:
-        if one.turn <= turn or one in self._seen:
+        Args:
+            turn: Of what comes next.
+            call: Of the unit that comes next: passes inside of it stay.
+        """
+        left = [
+            one
+            for layers in self._owner_of
+            for one in layers.passes
+            if one.turn > turn and call not in one.around and (one in self._active or self._is_due(one))
+        ]
+        for one in sorted(left, key=lambda one: one.turn, reverse=True):
+            if one not in self._active:
+                self._start(one)
+            yield from self._rest(one)
+
+    def _is_due(self, one: Pass) -> bool:
+        if one in self._seen or not one.layers.trains:
             return False
         return not one.begun or any(other in self._seen for other in one.together)
 
@@ -297,6 +373,7 @@ class SkippedLayers:
         """Forget a forward or a backward that an exception tore apart."""
         self._open.clear()
         self._seen.clear()
+        self._active.clear()
         self._current = None
         for layers in self._list_of.values():
             layers.passes.clear()
@@ -348,21 +425,30 @@ def layer_lists(units: Sequence[Unit]) -> list[tuple[nn.Module, str, list[LayerL
         units: Of a model, the root first.
 
     Returns:
-        The module is the nearest one around a list that has a forward. Lists in whose members there are other units
-        are left out.
+        The module is the nearest one around a list that has a forward. Of lists within lists the outermost counts that
+        has units in two members or more.
     """
     root = units[0].module
-    members: dict[str, list[Unit]] = {}
+    members: dict[str, dict[str, list[Unit]]] = {}
+    """Units by the name of a list around them and of its member."""
     for unit in units[1:]:
-        parent = unit.name.rpartition(".")[0]
-        if unit.buckets and isinstance(root.get_submodule(parent), nn.ModuleList):
-            members.setdefault(parent, []).append(unit)
+        parts = unit.name.split(".")
+        for length in range(1, len(parts)):
+            name = ".".join(parts[:length])
+            if unit.buckets and isinstance(root.get_submodule(name), nn.ModuleList):
+                members.setdefault(name, {}).setdefault(parts[length], []).append(unit)
     found: dict[str, list[LayerList]] = {}
-    for name, inside in members.items():
-        if len(inside) < 2 or any(other.name.startswith(f"{unit.name}.") for unit in inside for other in units):
+    taken: set[Unit] = set()
+    for name, inside in sorted(members.items(), key=lambda item: item[0].count(".")):
+        own = [unit for each in inside.values() for unit in each]
+        if len(inside) < 2 or not taken.isdisjoint(own):
             continue
+        taken.update(own)
         owner = name.rpartition(".")[0]
         while isinstance(root.get_submodule(owner), (nn.ModuleList, nn.ModuleDict)):
             owner = owner.rpartition(".")[0]
-        found.setdefault(owner, []).append(LayerList(name, inside))
+        found.setdefault(owner, []).append(LayerList(name, own))
+    numbers = {unit: number for number, unit in enumerate(units)}
+    for lists in found.values():
+        lists.sort(key=lambda layers: numbers[layers.units[0]])
     return [(root.get_submodule(owner), owner, lists) for owner, lists in found.items()]
