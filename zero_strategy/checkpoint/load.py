@@ -298,6 +298,12 @@ def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]
                 f"{type(sharded.optimizer).__name__} has {here} and would drop it: attach an optimizer of the kind "
                 "that was saved, or load weights only"
             )
+        if values.get("bias_correction", True) is False and "bias_correction" not in group:
+            raise ValueError(
+                f"{reader.directory} holds the state of an optimizer without bias correction, and "
+                f"{type(sharded.optimizer).__name__} always corrects: attach zero_strategy.optim."
+                "FusedAdamW(bias_correction=False), or load weights only"
+            )
 
 
 def _scalars(
