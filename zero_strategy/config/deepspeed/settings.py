@@ -305,6 +305,8 @@ class DeepSpeedSettings:
     """The sections tensorboard, wandb, csv_monitor, comms_logger and flops_profiler that are on, with defaults."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
+    autocast: Setting | None
+    """``bf16`` or ``fp16``, which forwards cast to by `torch_autocast`; None: the section is off."""
     owned: Mapping[str, Setting]
     """What the file sets (not ``"auto"``) and a framework may own, by DeepSpeed's key; ``precision`` for fp16, bf16."""
 
