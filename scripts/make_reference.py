@@ -67,8 +67,13 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "loss_scale.growth_factor": ("fp16: factor on the scale after `growth_interval` steps without overflow", "4.0"),
     "loss_scale.backoff_factor": ("fp16: factor on the scale after a step that overflowed", "0.25"),
     "loss_scale.growth_interval": ("fp16: steps without overflow before the scale grows", "500"),
+    "loss_scale.growth_delay": ("fp16: extra steps at the start and after an overflow; DeepSpeed has 1", "1"),
     "loss_scale.minimum": ("fp16: the scale never falls below it; an overflow at it is an error", "128.0"),
     "loss_scale.hysteresis": ("fp16: number of the overflow since the last growth that first lowers the scale", "2"),
+    "loss_scale.consecutive_hysteresis": (
+        "fp16: overflows for `hysteresis` are counted anew after each step without one",
+        "true",
+    ),
     "offload.optimizer": ("place of optimizer state and master weights", "cpu"),
     "offload.optimizer_ratio": ("part of each bucket's optimizer state that leaves the device", "0.5"),
     "offload.parameters": ("stage 3: place of this rank's part of the parameters", "cpu"),

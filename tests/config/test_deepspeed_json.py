@@ -292,7 +292,6 @@ def test_comet_says_which_loggers_there_are() -> None:
         "zero_optimization.stage",
         "zero_optimization.overlap_comm",
         "zero_optimization.contiguous_gradients",
-        "zero_optimization.stage3_max_live_parameters",
         "fp16.loss_scale",
         "fp16.hysteresis",
         "tensorboard.enabled",
@@ -321,6 +320,9 @@ def test_auto_where_nobody_decides(key: str) -> None:
         "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.stage3_max_live_parameters",  # DeepSpeed takes its default for these
+        "zero_optimization.stage3_max_reuse_distance",
+        "zero_optimization.sub_group_size",
         "zero_optimization.offload_param.device",
         "zero_optimization.offload_optimizer.nvme_path",
     ],
@@ -386,6 +388,8 @@ def test_loss_scale() -> None:
     config = load_config({"fp16": fp16})
     scale = config.loss_scale
     assert (scale.initial, scale.growth_interval, scale.hysteresis, scale.minimum) == (256.0, 50, 3, 2.0)
+    assert scale.growth_delay == 1 and not scale.consecutive_hysteresis
+    assert load_config({"fp16": {**fp16, "consecutive_hysteresis": True}}).loss_scale.consecutive_hysteresis
     assert config.origin_of("loss_scale.initial") == "user: mapping: fp16.initial_scale_power"
     assert load_config({"fp16": {"enabled": False, "hysteresis": 9}}).loss_scale.hysteresis == 1
     static = load_config({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 2}}).loss_scale

@@ -61,6 +61,25 @@ def test_adam(gradients: torch.dtype, states: torch.dtype, decoupled: bool, scal
     check(both(foreach.adam, optimizers._adam_reference, lists, table(rows), decoupled))
 
 
+@pytest.mark.parametrize(("gradients", "states"), DTYPES)
+def test_a_step_of_infinity_leaves_moments_uncorrected(gradients: torch.dtype, states: torch.dtype) -> None:
+    """Rows of a step so large that both corrections have rounded to 1 give the same bits."""
+    lists = [values(0), values(1, gradients), values(2, states), values(3, states, positive=True), values(4, LOW)]
+    found = []
+    for step in (math.inf, 1e6):
+        rows = table([[1e-3, 0.9, 0.99, 1e-8, 0.1, step, 0.3]] * len(SIZES))
+        one = copy.deepcopy(lists)
+        foreach.adam(*one, rows, True)
+        other = copy.deepcopy(lists)
+        optimizers._adam_reference(*other, rows, True)
+        third = copy.deepcopy(lists)
+        optimizers.adam_(*third[:4], rows, decoupled=True, copies=third[4])
+        fourth = copy.deepcopy(lists[:4])
+        sums = foreach.lamb_direction(*fourth, rows), optimizers.lamb_direction_(*copy.deepcopy(lists[:4]), rows)
+        found.append([*(tensor for each in (one, other, third, fourth) for part in each for tensor in part), *sums])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_has_the_bits_of_torchs_fused_one(kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreach, "BATCH", 1 << 22)  # on a CPU torch's kernel rounds the last elements otherwise

@@ -268,10 +268,9 @@ def _set_groups(
     mine = [[name for p in group["params"] if (name := names[id(p)]) not in idle] for group in groups]
     theirs = [[name for name in group["params"] if name not in idle] for group in stored]
     if [sorted(group) for group in mine] != [sorted(group) for group in theirs]:
-        different = sorted({name for group in mine for name in group} ^ {name for group in theirs for name in group})
         raise ValueError(
-            f"{reader.directory}: the param groups of {type(sharded.optimizer).__name__} hold other parameters "
-            f"({len(theirs)} group(s) there, {len(mine)} here; first differences: {different[:5]})"
+            f"{reader.directory}: the param groups of {type(sharded.optimizer).__name__} "
+            f"{_other_groups(mine, theirs)}; make the groups of the run that saved, or load weights only"
         )
     for group, values in zip(groups, stored, strict=True):
         for key, value in values.items():
@@ -280,6 +279,20 @@ def _set_groups(
                 if isinstance(old, Tensor):
                     value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
                 group[key] = value
+
+
+def _other_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    """The first differences of groups in words: parameters that only one side has, else those that changed groups."""
+    here = {name: number for number, group in enumerate(mine) for name in group}
+    there = {name: number for number, group in enumerate(theirs) for name in group}
+    counts = f"{len(theirs)} group(s) there, {len(mine)} here"
+    if different := sorted(here.keys() ^ there.keys()):
+        return f"hold other parameters ({counts}; first differences: {different[:5]})"
+    moved = [name for name in here if here[name] != there[name]]
+    if not moved:
+        return f"hold a parameter several times ({counts})"
+    first = f"{moved[0]!r} is in group {there[moved[0]]} there and in group {here[moved[0]]} here"
+    return f"hold the same parameters, divided otherwise ({counts}; {first}, with {len(moved) - 1} more)"
 
 
 def _own_groups(stored: Sequence[Mapping[str, Any]], elsewhere: set[str]) -> list[Mapping[str, Any]]:
@@ -297,6 +310,12 @@ def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]
                 f"{reader.directory} holds the state of an optimizer with the hyper-parameters {there}; "
                 f"{type(sharded.optimizer).__name__} has {here} and would drop it: attach an optimizer of the kind "
                 "that was saved, or load weights only"
+            )
+        if values.get("bias_correction", True) is False and "bias_correction" not in group:
+            raise ValueError(
+                f"{reader.directory} holds the state of an optimizer without bias correction, and "
+                f"{type(sharded.optimizer).__name__} always corrects: attach zero_strategy.optim."
+                "FusedAdamW(bias_correction=False), or load weights only"
             )
 
 

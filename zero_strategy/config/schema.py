@@ -122,12 +122,18 @@ class LossScaleConfig(Section):
     growth_interval: int = field(default=2000, metadata=at_least(1))
     """Optimizer steps without overflow before the scale grows."""
 
+    growth_delay: int = field(default=0, metadata=at_least(0))
+    """Further steps without overflow that do not count, at the start and after each overflow. DeepSpeed has 1."""
+
     minimum: float = field(default=1.0, metadata=between(0, math.inf))
     """The scale does not fall below this."""
 
     hysteresis: int = field(default=1, metadata=at_least(1))
     """The scale falls at the overflow of this number since it last grew, and at every one after that until it grows
     again. 1: at each."""
+
+    consecutive_hysteresis: bool = False
+    """Count overflows that leave the scale as it is anew after each step without one, not only when the scale grows."""
 
     def check(self) -> None:
         """Checks the values, and that the scale starts no lower than its minimum."""

@@ -198,6 +198,7 @@ _OWNERS = {
     "fp16": _PRECISION,
     "mixed_precision": _PRECISION,
     "precision": _PRECISION,
+    "torch_autocast": _PRECISION,
     "lr": _OPTIMIZER,
     "learning_rate": _OPTIMIZER,
     "weight_decay": _OPTIMIZER,

@@ -160,7 +160,7 @@ def loss_scaler_state(scaler: Any, skipped: int) -> dict[str, Any] | None:
 
     DeepSpeed counts iterations (`cur_iter`, the next one's number) and raises the scale in the iterations i with
     (i - last_overflow_iter - 1) a positive multiple of `scale_window`; we count good steps up to the interval. After an
-    overflow it therefore waits one step longer, hence a count of -1.
+    overflow it therefore waits one step longer (`loss_scale.growth_delay`), hence a count of -1.
 
     Args:
         scaler: Record of a `LossScaler` or `DynamicLossScaler`, or a dict with its attributes.
@@ -179,7 +179,10 @@ def loss_scaler_state(scaler: Any, skipped: int) -> dict[str, Any] | None:
         good = (stable - 1) % window if stable > 0 else -1
     elif scale == 1.0:
         return None
-    return {"scale": scale, "good_steps": good, "skipped": skipped}
+    found = {"scale": scale, "good_steps": good, "skipped": skipped}
+    if isinstance(tolerated := state.get("cur_hysteresis"), int):
+        found["until_lower"] = tolerated
+    return found
 
 
 _EXTRA = "_extra_state"

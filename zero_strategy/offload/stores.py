@@ -189,6 +189,23 @@ def chunk_numel(staging_bytes: int) -> int:
     return max(1, staging_bytes // (_BYTES * _PAGE_NUMEL)) * _PAGE_NUMEL
 
 
+def _check_directories(paths: Sequence[str]) -> None:
+    """Raise where no directory is and none can be made.
+
+    Raises:
+        ValueError: Then; names the setting and the file.
+    """
+    for path in paths:
+        place = Path(path)
+        there = next((step for step in (place, *place.parents) if step.exists()), place)
+        if there.exists() and not there.is_dir():
+            stands = "is a file" if there == place else f"cannot be made, since {there} is a file"
+            raise ValueError(
+                f"offload.nvme_path {path!r} {stands}: state is kept in files of its own inside of a directory there; "
+                "give a directory on the drive, which is made where there is none"
+            )
+
+
 class OffloadStores:
     """Tiers of an engine; vectors of one bucket are cut alike in all of them. A collective.
 
@@ -206,6 +223,7 @@ class OffloadStores:
     Raises:
         OSError: If a directory cannot be used.
         RuntimeError: If another rank cannot use it.
+        ValueError: If a path, or a folder on the way to it, is a file; names it, on all ranks that see it.
     """
 
     def __init__(self, offload: OffloadConfig, device: torch.device, mesh: Mesh) -> None:
@@ -214,8 +232,10 @@ class OffloadStores:
         self._made: dict[tuple[str, bool], ChunkStore] = {}
         self._allowance = Allowance(offload.resident_bytes)
         self.drive: DriveSpeed | None = None
-        if "nvme" in (offload.optimizer, offload.parameters, offload.gradients) and offload.probe_seconds:
-            self.drive = self._probe()
+        if "nvme" in (offload.optimizer, offload.parameters, offload.gradients):
+            together(mesh.control, lambda: _check_directories(offload.nvme_path))
+            if offload.probe_seconds:
+                self.drive = self._probe()
         self.optimizer = self._store(offload.optimizer)
         self.parameters = self._store(offload.parameters, may_stay=True)
         # Of their own, as a gather reads parameters in another thread while gradients are written.

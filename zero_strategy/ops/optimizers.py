@@ -25,6 +25,8 @@ the steps (`ops.foreach`, which says whose bits they have).
     sgd_      b = b*momentum + g*(1 - dampening), or g if the row says `fresh`
               p = p - b*lr, with nesterov (g + b*momentum)*lr
     lamb_     u = m^ / (sqrt(v^) + eps) + weight_decay*p;  p = p - u*(lr * |p| / |u|)     You et al. 2020
+
+A step of infinity in a row of Adam or LAMB leaves both moments uncorrected, as beta^infinity is 0.
 """
 
 from __future__ import annotations

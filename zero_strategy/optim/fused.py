@@ -16,6 +16,7 @@ torch's names, so that either takes the other's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -223,7 +224,11 @@ class AdamRule(UpdateRule):
 
 
 def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
-    """Rows of `ops.ADAM_COLUMNS`, with the step counted on."""
+    """Rows of `ops.ADAM_COLUMNS`, with the step counted on.
+
+    Groups whose `bias_correction` is false give infinity as the step: beta^infinity is 0, so that both corrections are
+    exactly 1 in every implementation of the formula, and the kernels need no switch.
+    """
     rows = []
     known: dict[int, tuple[list[float], float]] = {}
     for segment, step in zip(segments, _count(segments), strict=True):
@@ -231,7 +236,8 @@ def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
         if (row := known.get(id(group))) is None:
             numbers = [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
             row = known[id(group)] = numbers, -scale if group.get("maximize") else scale
-        rows.append([*row[0], step, segment.scale * row[1]])
+        number = step if group.get("bias_correction", True) else math.inf
+        rows.append([*row[0], number, segment.scale * row[1]])
     return rows
 
 
@@ -513,8 +519,15 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state; the float32 state of low-precision parameters stays float32, which torch would round."""
+        """Take a state; the float32 state of low-precision parameters stays float32, which torch would round.
+
+        A group whose saved options say nothing of `bias_correction`, as those of `torch.optim`, keeps its own.
+        """
+        before = [group.get("bias_correction") for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, corrected in zip(self.param_groups, before, strict=True):
+            if corrected is not None:
+                group.setdefault("bias_correction", corrected)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(saved, own, strict=True):
@@ -539,6 +552,7 @@ class FusedAdam(FusedOptimizer):
         weight_decay: Factor of the decay.
         maximize: Ascend.
         moment_dtype: "float32", or "bfloat16" to halve the moments' memory (rounded to nearest each step).
+        bias_correction: False leaves the moments as they are, as BERT's Adam does: early steps are smaller.
     """
 
     update_rule = AdamRule()
@@ -554,10 +568,11 @@ class FusedAdam(FusedOptimizer):
         *,
         maximize: bool = False,
         moment_dtype: str = "float32",
+        bias_correction: bool = True,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         form = {"amsgrad": False, "decoupled_weight_decay": self._decoupled, "moment_dtype": moment_dtype}
-        super().__init__(params, {**options, **form})
+        super().__init__(params, {**options, **form, "bias_correction": bool(bias_correction)})
 
 
 class FusedAdamW(FusedAdam):
@@ -575,8 +590,10 @@ class FusedAdamW(FusedAdam):
         *,
         maximize: bool = False,
         moment_dtype: str = "float32",
+        bias_correction: bool = True,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, moment_dtype=moment_dtype)
+        form: dict[str, Any] = {"moment_dtype": moment_dtype, "bias_correction": bias_correction}
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **form)
 
 
 class FusedLion(FusedOptimizer):
@@ -641,7 +658,7 @@ class FusedSGD(FusedOptimizer):
 
 
 class FusedLamb(FusedOptimizer):
-    """LAMB (You et al. 2020), with bias correction; the trust ratio is |p| / |update|, or 1 where either is 0."""
+    """LAMB (You et al. 2020); the trust ratio is |p| / |update|, or 1 where either is 0."""
 
     update_rule = LambRule()
 
@@ -655,9 +672,11 @@ class FusedLamb(FusedOptimizer):
         *,
         maximize: bool = False,
         moment_dtype: str = "float32",
+        bias_correction: bool = True,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**options, "maximize": maximize, "moment_dtype": moment_dtype})
+        form = {"moment_dtype": moment_dtype, "bias_correction": bool(bias_correction)}
+        super().__init__(params, {**options, "maximize": maximize, **form})
 
 
 def _ordered_as(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class LossScaler:
         self.config = config
         self.scale = float(config.initial)
         self.skipped = 0
-        self._good_steps = 0
+        # Steps that do not count toward the growth are counted below zero.
+        self._good_steps = -config.growth_delay
         # Overflows that leave the scale as it is, plus the one that lowers it.
         self._until_lower = config.hysteresis
 
@@ -49,7 +50,7 @@ class LossScaler:
         """
         if not finite:
             self.skipped += 1
-            self._good_steps = 0
+            self._good_steps = -self.config.growth_delay
             if self._until_lower > 1:
                 self._until_lower -= 1
                 return
@@ -61,6 +62,8 @@ class LossScaler:
             self.scale = max(self.scale * self.config.backoff_factor, self.config.minimum)
             return
         self._good_steps += 1
+        if self.config.consecutive_hysteresis:
+            self._until_lower = self.config.hysteresis
         if self._good_steps >= self.config.growth_interval:
             self.scale *= self.config.growth_factor
             self._good_steps = 0

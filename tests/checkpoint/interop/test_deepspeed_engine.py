@@ -150,7 +150,7 @@ def test_our_loss_scale_grows_at_the_same_steps_as_deepspeeds():
             scale, last = 2.0**16, -1
             for step in range(30):
                 theirs = {"cur_scale": scale, "cur_iter": step, "last_overflow_iter": last, "scale_window": window}
-                ours = LossScaler(LossScaleConfig(growth_interval=window))
+                ours = LossScaler(LossScaleConfig(growth_interval=window, growth_delay=1))
                 ours.load_state_dict(loss_scaler_state(theirs, skipped=0))
                 follow(ours, theirs, overflows)
                 finite = step not in overflows
@@ -166,11 +166,10 @@ def after(theirs: dict[str, Any], finite: bool) -> tuple[float, int]:
 
 
 def follow(ours: Any, theirs: dict[str, Any], overflows: Any) -> None:
-    """Both scales are equal until the next overflow (after one, DeepSpeed waits a step longer than we do)."""
+    """Both scales are equal, over the overflows too."""
     for step in range(theirs["cur_iter"], 30):
         assert ours.scale == theirs["cur_scale"], (theirs, step)
-        if step in overflows:
-            return
-        ours.update(finite=True)
-        scale, last = after(theirs, True)
+        finite = step not in overflows
+        ours.update(finite=finite)
+        scale, last = after(theirs, finite)
         theirs = {**theirs, "cur_scale": scale, "last_overflow_iter": last, "cur_iter": step + 1}

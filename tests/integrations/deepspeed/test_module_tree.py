@@ -82,10 +82,9 @@ def test_adam_classes_take_torch_s_steps(decoupled: bool, plain: type[torch.opti
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam"])
-@pytest.mark.parametrize(("option", "value"), [("amsgrad", True), ("bias_correction", False)])
-def test_adam_options_that_are_not_done_are_refused(name: str, option: str, value: bool) -> None:
-    with pytest.raises(ValueError, match=f"{option}={value}"):
-        getattr(deepspeed.ops.adam, name)([nn.Parameter(torch.ones(1))], **{option: value})
+def test_an_adam_option_that_is_not_done_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="amsgrad=True"):
+        getattr(deepspeed.ops.adam, name)([nn.Parameter(torch.ones(1))], amsgrad=True)
 
 
 def inside_of_a_run() -> None:

@@ -173,7 +173,7 @@ def test_the_config_sets_the_scale(ranks: Launcher) -> None:
 @pytest.mark.filterwarnings("ignore:keys without effect")
 def test_a_deepspeed_json_sets_the_scale(ranks: Launcher) -> None:
     dynamic = {"initial_scale_power": 5, "loss_scale_window": 3, "hysteresis": 1}
-    expected = [32.0] * 2 + [64.0] * 2 + [32.0] * 3 + [64.0] * 3
+    expected = [32.0] * 3 + [64.0] + [32.0] * 4 + [64.0] * 2  # a step more than the window, as in DeepSpeed
     assert ranks(2)(json_scales, dynamic, {})[0] == ("", expected)
     error, _ = ranks(2)(json_scales, dynamic, {"growth_interval": 7})[0]
     assert "GradScalerKwargs(growth_interval=7)" in error and "fp16.loss_scale_window" in error

@@ -27,7 +27,7 @@ class FusedAdam(optim.FusedAdam):
     Args:
         params: Parameters or param groups.
         lr: Learning rate.
-        bias_correction: True.
+        bias_correction: False leaves the moments as they are.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
         adam_w_mode: Decay the weights apart from the gradient.
@@ -36,7 +36,7 @@ class FusedAdam(optim.FusedAdam):
         set_grad_none: Accepted; `zero_grad` has torch's argument for it.
 
     Raises:
-        ValueError: If `bias_correction` or `amsgrad` asks for what is not done.
+        ValueError: If `amsgrad` asks for what is not done.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class FusedAdam(optim.FusedAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _check_adam(bias_correction, amsgrad)
+        _check_adam(amsgrad)
         self._decoupled = adam_w_mode
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction)
 
 
 class DeepSpeedCPUAdam(optim.FusedAdam):
@@ -62,7 +62,7 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
     Args:
         model_params: Parameters or param groups.
         lr: Learning rate.
-        bias_correction: True.
+        bias_correction: False leaves the moments as they are.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
         weight_decay: Factor of the decay.
@@ -71,7 +71,7 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
         fp32_optimizer_states: Keep moments in float32; False: in bfloat16.
 
     Raises:
-        ValueError: If `bias_correction` or `amsgrad` asks for what is not done.
+        ValueError: If `amsgrad` asks for what is not done.
     """
 
     def __init__(
@@ -86,15 +86,14 @@ class DeepSpeedCPUAdam(optim.FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _check_adam(bias_correction, amsgrad)
+        _check_adam(amsgrad)
         self._decoupled = adamw_mode
-        moments = "float32" if fp32_optimizer_states else "bfloat16"
-        super().__init__(model_params, lr, betas, eps, weight_decay, moment_dtype=moments)
+        form: dict[str, Any] = {"bias_correction": bias_correction}
+        form["moment_dtype"] = "float32" if fp32_optimizer_states else "bfloat16"
+        super().__init__(model_params, lr, betas, eps, weight_decay, **form)
 
 
-def _check_adam(bias_correction: bool, amsgrad: bool) -> None:
-    if not bias_correction:
-        raise ValueError("bias_correction=False is not done here; leave it out")
+def _check_adam(amsgrad: bool) -> None:
     if amsgrad:
         raise ValueError("amsgrad=True is not done here; use torch.optim.Adam(amsgrad=True)")
 
@@ -136,7 +135,7 @@ class FusedLamb(optim.FusedLamb):
     Args:
         params: Parameters or param groups.
         lr: Learning rate.
-        bias_correction: True.
+        bias_correction: False leaves the moments as they are.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
         eps_inside_sqrt: False.
@@ -166,14 +165,13 @@ class FusedLamb(optim.FusedLamb):
     ) -> None:
         if max_grad_norm:
             raise ValueError(f"max_grad_norm={max_grad_norm} is not done here; set gradient_clipping in the config")
-        asked = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}
-        for name, value in asked.items():
-            if bool(value) != (name == "bias_correction"):
+        for name, value in {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}.items():
+            if value:
                 raise ValueError(f"{name}={value} is not done here; leave it out")
         warnings.warn(
             f"FusedLamb: the trust ratio is not bounded here (DeepSpeed: {min_coeff} to {max_coeff})", stacklevel=2
         )
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction)
 
 
 class FusedLion(optim.FusedLion):
@@ -274,8 +272,10 @@ def _adam(parameters: Iterable[Any], params: dict[str, Any], *, decoupled: bool 
     """DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; its weight decay is 0 unless given, in both."""
     decoupled = bool(params.pop("adam_w_mode", True)) or decoupled
     params.setdefault("weight_decay", 0.0)
-    _drop(params, "Adam", bias_correction=True, amsgrad=False, fp32_optimizer_states=True)
+    _drop(params, "Adam", amsgrad=False, fp32_optimizer_states=True)
+    _take_flag(params, "bias_correction", True)
     if params.pop("torch_adam", False):
+        _drop(params, "Adam with torch_adam", bias_correction=True)
         return _call(torch.optim.AdamW if decoupled else torch.optim.Adam, parameters, params, "optimizer")  # type: ignore[no-any-return]
     return _call(optim.FusedAdamW if decoupled else optim.FusedAdam, parameters, params, "optimizer")  # type: ignore[no-any-return]
 
@@ -288,7 +288,8 @@ def _lamb(parameters: Iterable[Any], params: dict[str, Any]) -> Optimizer:
         f"{bounds['max_coeff']})",
         stacklevel=2,
     )
-    _drop(params, "Lamb", bias_correction=True, eps_inside_sqrt=False, amsgrad=False)
+    _drop(params, "Lamb", eps_inside_sqrt=False, amsgrad=False)
+    _take_flag(params, "bias_correction", True)
     return _call(optim.FusedLamb, parameters, {"eps": 1e-8, "weight_decay": 0.0, **params}, "optimizer")  # type: ignore[no-any-return]
 
 
@@ -336,6 +337,18 @@ def _drop(params: dict[str, Any], name: str, **only: bool) -> None:
     for key, value in only.items():
         if bool(params.pop(key, value)) != value:
             raise ValueError(f"optimizer.params.{key}={not value} of {name!r} is not done here; only {key}={value} is")
+
+
+def _take_flag(params: dict[str, Any], key: str, default: bool) -> None:
+    """Make a truth value of an option, which some files write as 0 or 1.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    value = params.get(key, default)
+    if value not in (True, False):
+        raise TypeError(f"optimizer.params.{key} is {value!r}; expected true or false")
+    params[key] = bool(value)
 
 
 def _call(cls: Callable[..., Any], first: Any, params: Mapping[str, Any], what: str) -> Any:

@@ -109,8 +109,8 @@ _PARAM_OFFLOAD = Group(
     {
         "device": translated(_DEVICES, "none", "offload.parameters", auto=True),
         "nvme_path": translated(TEXT, None, "offload.nvme_path", auto=True),
-        "buffer_count": unneeded(INT, 5, _STAGING),
-        "buffer_size": unneeded(INT, 10**8, _STAGING),
+        "buffer_count": unneeded(INT, 5, _STAGING, auto=True),
+        "buffer_size": unneeded(INT, 10**8, _STAGING, auto=True),
         "max_in_cpu": translated(INT, MAX_IN_CPU, "offload.resident_bytes", "its elements, in bytes"),
         "pin_memory": unneeded(BOOL, True, _PINNED),
     },
@@ -120,7 +120,7 @@ _OPTIMIZER_OFFLOAD = Group(
     {
         "device": translated(_DEVICES, "none", "offload.optimizer", auto=True),
         "nvme_path": translated(TEXT, None, "offload.nvme_path", auto=True),
-        "buffer_count": unneeded(INT, 4, _STAGING),
+        "buffer_count": unneeded(INT, 4, _STAGING, auto=True),
         "pin_memory": unneeded(BOOL, True, _PINNED),
         "pipeline_read": unneeded(BOOL, False, _BESIDE),
         "pipeline_write": unneeded(BOOL, False, _BESIDE),
@@ -143,8 +143,8 @@ _STAGE3: dict[str, Key | Group] = {
     ),
     "stage3_param_persistence_threshold": unneeded(INT, 10**5, _SMALL, auto=True),
     "stage3_model_persistence_threshold": unneeded(INT, sys.maxsize, _SMALL),
-    "stage3_max_live_parameters": unneeded(INT, 10**9, _LIVE),
-    "stage3_max_reuse_distance": unneeded(INT, 10**9, _LIVE),
+    "stage3_max_live_parameters": unneeded(INT, 10**9, _LIVE, auto=True),
+    "stage3_max_reuse_distance": unneeded(INT, 10**9, _LIVE, auto=True),
     "stage3_gather_16bit_weights_on_model_save": unneeded(
         BOOL, False, "saved weights are always whole, and state_dict() gathers by itself", auto=True
     ),
@@ -178,7 +178,7 @@ ZERO = Group(
         "offload_param": _PARAM_OFFLOAD,
         "offload_optimizer": _OPTIMIZER_OFFLOAD,
         "zenflow": refused(MAPPING, None, _ZENFLOW),
-        "sub_group_size": unneeded(INT, 10**9, "fused steps need no temporary copy that it would bound"),
+        "sub_group_size": unneeded(INT, 10**9, "fused steps need no temporary copy that it would bound", auto=True),
         "cpu_offload": translated(BOOL, False, "offload.optimizer", "old for offload_optimizer.device: cpu"),
         "cpu_offload_param": translated(BOOL, False, "offload.parameters", "old for offload_param.device: cpu"),
         "cpu_offload_use_pin_memory": unneeded(BOOL, None, _PINNED),
@@ -237,9 +237,7 @@ _FP16 = Group(
         "initial_scale_power": translated(INT, 16, "loss_scale.initial", "2 to this power"),
         "loss_scale_window": translated(INT, 1000, "loss_scale.growth_interval"),
         "hysteresis": translated(INT, 2, "loss_scale.hysteresis"),
-        "consecutive_hysteresis": refused(
-            BOOL, False, "overflows that are tolerated are counted anew when the scale grows, not at each good step"
-        ),
+        "consecutive_hysteresis": translated(BOOL, False, "loss_scale.consecutive_hysteresis"),
         "min_loss_scale": translated(NUMBER, 1, "loss_scale.minimum"),
         "fp16_master_weights_and_grads": refused(
             BOOL, False, "master weights of fp16 would be summed in fp16; use bf16 with precision.master_weights: false"
@@ -257,15 +255,21 @@ _BF16 = Group(
         ),
     }
 )
-_AUTOCAST = (
-    'autocast is the framework\'s; set Trainer(precision="bf16-mixed") or Accelerator(mixed_precision="bf16"), or '
-    "wrap the forward in torch.autocast"
+_CAST_TO = tuple(
+    prefix + name for name in ("bfloat16", "bf16", "float16", "fp16", "half", "float32") for prefix in ("", "torch.")
 )
+_SENT = "gradients are summed in fp32, and parameters gathered in their own dtype, whatever module they are of"
 
 PRECISION: dict[str, Key | Group] = {
     "fp16": _FP16,
     "bf16": _BF16,
-    "torch_autocast": switched(_AUTOCAST, plain_keys("dtype lower_precision_safe_modules", _AUTOCAST)),
+    "torch_autocast": carried_out(
+        "autocast around the forward of a script's engine",
+        {
+            "dtype": translated(_CAST_TO, "bfloat16", "dtype of autocast"),
+            "lower_precision_safe_modules": unneeded(LIST, None, _SENT),
+        },
+    ),
     "amp": switched(
         "Apex amp is gone from torch and DeepSpeed; use fp16 or bf16",
         {"opt_level": unneeded(TEXT, None, "amp is off", auto=True)},

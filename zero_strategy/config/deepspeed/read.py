@@ -119,6 +119,7 @@ def inspect_deepspeed(source: Mapping[str, Any] | str | os.PathLike[str] | Layer
         activations=made.activations(),
         pipeline=made.pipeline(),
         observers=made.observers(),
+        autocast=made.autocast(),
         found=tuple(made.reports.values()),
     )
 
@@ -186,6 +187,7 @@ _FACTS = {
     "gradient_accumulation_steps": ("accumulate_grad_batches", "gradient_accumulation_steps"),
     "gradient_clipping": ("gradient_clip_val", "gradient_clipping"),
     "precision": ("training_precision",),
+    "torch_autocast": ("training_precision",),
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
     "dataloader_drop_last": ("dataloader_drop_last",),
@@ -213,6 +215,8 @@ def check_owned(config: ZeroConfig, facts: Mapping[str, Fact], later: Collection
                 raise ValueError(_nobody(key, setting))
         elif key == "optimizer":
             _check_optimizer(config.deepspeed.optimizer, fact)
+        elif key == "torch_autocast":
+            _check_autocast(setting, fact)
         elif _comparable(key, fact.value) != setting.value:
             raise ValueError(
                 f"{key} is {setting.value!r}{from_origin(setting.origin)}, but {fact.value!r} in "
@@ -259,6 +263,17 @@ def _check_optimizer(named: Named | None, fact: Fact) -> None:
                 f"optimizer.params.{name} is {value!r}{from_origin(named.origin)}, but {there!r} in {fact.origin}; "
                 'make them equal, or write "auto" in the JSON'
             )
+
+
+def _check_autocast(setting: Setting, fact: Fact) -> None:
+    """Compares autocast with a framework's own: `bf16-mixed` of Lightning, `bf16` of Accelerate and transformers."""
+    names = {"bf16": ("bf16-mixed", "bf16"), "fp16": ("16-mixed", "fp16")}[setting.value]
+    if fact.value not in names:
+        raise ValueError(
+            f"torch_autocast asks for autocast to {setting.value}{from_origin(setting.origin)}, and {fact.origin} has "
+            f'{fact.value!r}; make them equal (Trainer(precision="{names[0]}"), Accelerator(mixed_precision='
+            f'"{names[1]}")), or leave the section out and wrap forwards in torch.autocast'
+        )
 
 
 def _nobody(key: str, setting: Setting) -> str:
@@ -467,14 +482,24 @@ class Translation:
         if static:
             origin = self.from_key("fp16.loss_scale")
             self.renote("fp16.loss_scale", "static: it neither grows nor falls, and an overflow ends the run")
-            for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
+            dynamic = (
+                "initial_scale_power",
+                "loss_scale_window",
+                "hysteresis",
+                "consecutive_hysteresis",
+                "min_loss_scale",
+            )
+            for name in dynamic:
                 self.renote(f"fp16.{name}", "no effect: fp16.loss_scale is static")
             found = {"initial": float(static), "minimum": float(static), "growth_interval": _NEVER}
             return {f"loss_scale.{name}": Setting(value, origin) for name, value in found.items()}
-        keys: tuple[tuple[str, str, int, Callable[[Any], Any]], ...] = (
+        keys: tuple[tuple[str, str, Any, Callable[[Any], Any]], ...] = (
             ("initial", "initial_scale_power", 16, lambda power: 2.0**power),
             ("growth_interval", "loss_scale_window", 1000, int),
+            # DeepSpeed grows the scale where the steps since the last overflow, this one left out, fill the window.
+            ("growth_delay", "loss_scale_window", 1000, lambda window: 1),
             ("hysteresis", "hysteresis", 2, int),
+            ("consecutive_hysteresis", "consecutive_hysteresis", False, bool),
             ("minimum", "min_loss_scale", 1, float),
         )
         return {
@@ -509,6 +534,22 @@ class Translation:
             return Setting(None, self.from_key(f"{undecided[0]}.enabled"))
         said = [name for name in names if f"{name}.enabled" in self.reports]
         return Setting("fp32", self.from_key(f"{said[0] if said else names[0]}.enabled"))
+
+    def autocast(self) -> Setting | None:
+        """Autocast around forwards; None where it is off, or asks for float32."""
+        if not self.value("torch_autocast.enabled", False):
+            return None
+        key = "torch_autocast.dtype" if "torch_autocast.dtype" in self.reports else "torch_autocast.enabled"
+        name = self.value("torch_autocast.dtype", "bfloat16").removeprefix("torch.")
+        dtype = _DTYPES.get(name, name)
+        if dtype == "fp32":
+            return None
+        if self.precision().value == "fp16":
+            self.reject(
+                "torch_autocast.enabled", "fp16.enabled scales losses of an fp16 model; leave one of the two out"
+            )
+            return None
+        return Setting(dtype, self.from_key(key))
 
     def optimizer(self) -> Named | None:
         """The optimizer, if there is one that is supported."""
@@ -563,8 +604,12 @@ class Translation:
         values: dict[str, Any] = {name: self.value(name, None) for name in (*_BATCH, "gradient_clipping")}
         values["dataloader_drop_last"] = self.value("dataloader_drop_last", None)
         made = {name: Setting(value, self.from_key(name)) for name, value in values.items() if value is not None}
-        precision = self.precision()
-        if precision.value is not None and not precision.origin.startswith(DEFAULT_ORIGIN):
+        precision, autocast = self.precision(), self.autocast()
+        if autocast is not None:
+            made["torch_autocast"] = autocast
+        # Under autocast frameworks call fp32 parameters mixed precision.
+        said = precision.value is not None and not precision.origin.startswith(DEFAULT_ORIGIN)
+        if said and (autocast is None or precision.value != "fp32"):
             made["precision"] = precision
         for path in ("optimizer", "scheduler"):
             report = self.reports.get(f"{path}.type")

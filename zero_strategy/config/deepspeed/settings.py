@@ -104,8 +104,9 @@ def _share(total: int, name: str, value: int, wanted: str, world_size: int) -> i
 
 _FLAGS = "foreach maximize capturable differentiable"
 _ADAM = f"lr betas eps weight_decay amsgrad fused {_FLAGS}"
-# Names that DeepSpeed's own optimizers take and torch's do not; all have one accepted meaning here.
-_OF_DEEPSPEED = {"bias_correction": True, "adam_w_mode": None, "torch_adam": None, "fp32_optimizer_states": True}
+# Names that DeepSpeed's own optimizers take and torch's do not; None: every value is done or translated here.
+_OF_DEEPSPEED = {"bias_correction": None, "adam_w_mode": None, "torch_adam": None, "fp32_optimizer_states": True}
+_CORRECTING = ("Adam", "AdamW", "Lamb")
 
 _OPTIMIZERS = {
     "Adam": _ADAM,
@@ -217,9 +218,16 @@ def read_optimizer(
     for extra, only in _OF_DEEPSPEED.items():
         if only is not None and params.get(extra, only) != only:
             raise Refusal(f"{extra}: {params[extra]!r} is not supported; leave it out")
+    corrected = params.get("bias_correction", True)
+    if corrected not in (True, False):
+        raise TypeError(wrong_type(f"{path}.params.bias_correction", corrected, "bool", origin))
+    if not corrected and (kind not in _CORRECTING or params.get("torch_adam", False)):
+        switch = "torch_adam: true asks for torch's Adam" if kind in _CORRECTING else f"{kind} corrects no bias"
+        raise Refusal(f"bias_correction: {corrected!r} has no meaning there: {switch}; leave one out")
     if kind == "Adam" and params.get("adam_w_mode", True):
         kind = "AdamW"
-    return Named(kind, {key: value for key, value in params.items() if key not in _OF_DEEPSPEED}, origin)
+    kept = {key: value for key, value in params.items() if key not in _OF_DEEPSPEED}
+    return Named(kind, kept if corrected else {**kept, "bias_correction": False}, origin)
 
 
 def short_name(name: str) -> str:
@@ -297,6 +305,8 @@ class DeepSpeedSettings:
     """The sections tensorboard, wandb, csv_monitor, comms_logger and flops_profiler that are on, with defaults."""
     found: tuple[KeyReport, ...]
     """What became of every key, in the order of the file."""
+    autocast: Setting | None
+    """``bf16`` or ``fp16``, which forwards cast to by `torch_autocast`; None: the section is off."""
     owned: Mapping[str, Setting]
     """What the file sets (not ``"auto"``) and a framework may own, by DeepSpeed's key; ``precision`` for fp16, bf16."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,9 @@ from zero_strategy.compat.deepspeed.scripts.data import (
     SchedulerOwner,
     distributed_loader,
 )
+from zero_strategy.compat.deepspeed.scripts.optimizer_names import OptimizerNames
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings
+from zero_strategy.compat.deepspeed.scripts.throughput import ThroughputTimer
 from zero_strategy.config.deepspeed.settings import MICRO, TRAIN, BatchSettings
 from zero_strategy.diagnostics.monitor import Monitor
 from zero_strategy.engine import ZeroEngine
@@ -61,6 +63,14 @@ def _write_torch_file(tensors: Mapping[str, Tensor], place: Path) -> None:
         remove(temporary)
 
 
+def forward_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward: autocast to a dtype, or none.
+
+    Autocast keeps no cache: at stage 3 it would hold casts of parameters that have been released since.
+    """
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
 class ScriptEngine:
     """A module in training; calling it runs the module.
 
@@ -82,6 +92,7 @@ class ScriptEngine:
         module: The user's module.
         optimizer: The user's optimizer, or the config's.
         lr_scheduler: The scheduler.
+        tput_timer: Counts epochs, micro-batches, steps and samples per second.
         device: Where the module is.
         local_rank: Of this process on its host.
         training_dataloader: What `initialize` made of its training data.
@@ -116,17 +127,20 @@ class ScriptEngine:
         self._norm: float | None = None
         self._applied = False
         self._watchdog, self._scheduled, self._plain = watchdog, SchedulerOwner(), plain
+        self._names = None if optimizer is None else OptimizerNames(optimizer, zero)
+        self.tput_timer = ThroughputTimer(self)
         self._tell_monitor()
 
     # ---- the module ----
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        return self.module(*inputs, **kwargs)
+        """Run the module, under autocast where `torch_autocast` of the JSON asks for it."""
+        with forward_context(self.settings.autocast, self.zero.model.device):
+            return self.module(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
-        return self.module(*inputs, **kwargs)
+        return self(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> ScriptEngine:
         """Put the module into training mode, or out of it."""
@@ -150,6 +164,8 @@ class ScriptEngine:
 
     def destroy(self) -> None:
         """End this engine and what it holds; see `ZeroEngine.close`."""
+        if self._names is not None:
+            self._names.remove()
         self.zero.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -274,29 +290,41 @@ class ScriptEngine:
         else:
             self._applied = False
         self.micro_steps += 1
+        self.tput_timer.micro_step_count += 1
         self._plain.step_over()
 
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        if not self.zero.unscale_gradients(optimizer):
+        asked = self._names is not None and self._names.takes_skip()
+        overflow = not self.zero.unscale_gradients(optimizer)
+        if overflow:
             self._norm = float("inf")
         elif self.settings.clipping > 0:
             self._norm = float(self.zero.clip_grad_norm_(self.settings.clipping, optimizer=optimizer))
         else:
             self._norm = self.zero.grad_norm(optimizer=optimizer).value
+        sharded = self.zero.sharded(optimizer)
+        if asked:
+            sharded.skip_next = True
         with nullcontext() if self._watchdog is None else self._watchdog.stepping():
             optimizer.step()
-        finite = not self.zero.sharded(optimizer).skipped
+        self._applied = not sharded.skipped
+        overflow = overflow if asked else sharded.skipped
         self.zero_grad()
-        if self.zero.scaler is not None:
-            self.zero.scaler.update(finite=finite)
-        self._applied = finite
-        if not finite:
+        if self.zero.scaler is not None and (overflow or not asked):
+            self.zero.scaler.update(finite=not overflow)
+        self._tell_names(overflow=overflow)
+        self.tput_timer.stepped()
+        if not self._applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
             self._scheduled.stepped(self.lr_scheduler)
         self.global_steps += 1
         self.global_samples += self.settings.batch.train_batch_size or 0
+
+    def _tell_names(self, *, overflow: bool) -> None:
+        if self._names is not None:
+            self._names.tell(overflow=overflow, scale=self.loss_scale)
 
     def was_step_applied(self) -> bool:
         """True if the last `step()` changed the weights."""
@@ -448,6 +476,14 @@ class ScriptEngine:
         """True if the module is in bf16."""
         return self.settings.compute_dtype == torch.bfloat16
 
+    def torch_autocast_enabled(self) -> bool:
+        """True if the engine's forward runs under autocast."""
+        return self.settings.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Dtype of autocast around the engine's forward; None where there is none."""
+        return self.settings.autocast
+
     def dynamic_loss_scale(self) -> bool:
         """True if the loss scale grows and falls."""
         scaler = self.zero.scaler
@@ -593,6 +629,7 @@ class ScriptEngine:
         )
         counters = state.pop(COUNTERS_KEY, None)
         self._scheduled.forget()
+        self._tell_names(overflow=False)
         if path is not None:
             if load_optimizer_states:
                 self._take_counters(counters)

@@ -9,6 +9,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.process_group import default_group, discover, init_distributed, require_group, world_size
 from zero_strategy.compat.deepspeed.optimizers import make_optimizer, make_scheduler
 from zero_strategy.compat.deepspeed.scripts.data import OptimizerOwner, PlainBackward, check_scheduler_of
-from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
+from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine, forward_context
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.compat.deepspeed.scripts.settings import ScriptSettings, settings_of
 from zero_strategy.config import ResolvedConfig, ZeroConfig, check_no_sequence, load_config, resolve
@@ -28,6 +29,7 @@ from zero_strategy.config.deepspeed.settings import ACCUMULATION
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.dtensor import tensor_ranks
+from zero_strategy.optim.loss_scale import LossScaler
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.runtime.compute_device import bound_device, gpu_of_local_rank, occupy
@@ -150,9 +152,10 @@ def initialize(
     device = occupy(_device_of(local_rank), default_group())
     if not is_deferred(model):  # what is not read yet, or on the meta device, becomes real in the engine
         _move(model, device)
-    scaled = settings.compute_dtype == torch.float16
-    plain = PlainBackward(settings.batch.gradient_accumulation_steps or 1, scaled=scaled)
+    plain = PlainBackward(settings.batch.gradient_accumulation_steps or 1, scaled=settings.scales_loss)
     zero = _zero_engine(model, settings, device, plain)
+    if settings.scales_loss and zero.scaler is None:  # autocast to fp16 over parameters of another dtype
+        zero.use_loss_scaler(LossScaler(zero.config.config.loss_scale))
     monitor = install_diagnostics(zero).monitor
     parameters = None if model_parameters is None else list(model_parameters)
     used = _optimizer(settings, model, optimizer, parameters)
@@ -183,7 +186,11 @@ def initialize(
 def _zero_engine(model: nn.Module, settings: ScriptSettings, device: torch.device, plain: PlainBackward) -> ZeroEngine:
     if isinstance(model, PipelineModule):
         resolved = _of_pipeline(settings, model)
-        return PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device)
+        context = None if settings.autocast is None else partial(forward_context, settings.autocast, device)
+        engine = PipelineEngine(model, resolved, compute_dtype=settings.compute_dtype, device=device, autocast=context)
+        if context is not None and (loss_fn := engine.executor.loss_fn) is not None:
+            engine.executor.loss_fn = torch.autocast(device.type, enabled=False)(loss_fn)  # forwards alone are cast
+        return engine
     check_no_sequence(settings.zero, "initialize()")
     config = load_config(settings.zero)  # a copy
     _take_tensor_ranks(config, _tensor_ranks(model), "the device mesh of the model's DTensors")

@@ -47,6 +47,8 @@ class ScriptPipelineEngine(ScriptEngine):
         data_iterator: What `train_batch()` reads next, where no other iterator is given.
         total_loss: Of the last `train_batch`, on the rank of the last stage: the mean over its micro-batches.
         agg_train_loss: Of the last `train_batch`: what that returned.
+        first_output_send: Without effect, for scripts that set it where shapes change: each message tells its shapes.
+        pipe_recv_buf: Without effect, likewise.
     """
 
     zero: PipelineEngine
@@ -58,7 +60,10 @@ class ScriptPipelineEngine(ScriptEngine):
         self.total_loss: Tensor | None = None
         self.agg_train_loss: Tensor | None = None
         self._losses: list[Tensor] = []
-        self._stepping = False
+        self._stepping, self._compute_loss = False, True
+        self._micro_batches: int | None = None
+        self.first_output_send: bool = True
+        self.pipe_recv_buf: Any = None
         self._checkpoint: str | None = None
 
     # ---- training ----
@@ -102,6 +107,7 @@ class ScriptPipelineEngine(ScriptEngine):
         finally:
             self._stepping = False
         self.micro_steps += self.micro_batches
+        self.tput_timer.micro_step_count += self.micro_batches
         self.agg_train_loss = loss.to(self.device)
         self.total_loss = torch.stack(self._losses).mean() if self._losses else None
         return self.agg_train_loss
@@ -140,14 +146,15 @@ class ScriptPipelineEngine(ScriptEngine):
             raise ValueError(f"num_micro_batches is {num_micro_batches}; accepted: 1 or more")
         self.zero.model.moved.check("eval_batch()", (PARAMETERS,))
         data = _iterator(data_iter, "eval_batch")
-        run = self._evaluate(data, num_micro_batches, compute_loss, return_logits or not compute_loss)
+        count = num_micro_batches or self.micro_batches
+        run = self._evaluate(data, count, compute_loss, return_logits or not compute_loss)
         there = self.is_last_stage()
         if not compute_loss:
             found = self._reduced(run.outputs, reduce_output) if there else None
         elif run.loss is None:
             raise ValueError("batches have no labels, so there is no loss; ask with compute_loss=False for outputs")
         elif reduce_output is None:
-            found = self._all_losses(num_micro_batches or self.micro_batches, bcast_loss)
+            found = self._all_losses(count, bcast_loss)
         else:
             found = run.loss.to(self.device) if there or bcast_loss else None
         if not return_logits:
@@ -157,9 +164,10 @@ class ScriptPipelineEngine(ScriptEngine):
             outputs = run.outputs[0] if len(run.outputs) == 1 else run.outputs
         return found, outputs
 
-    def _evaluate(self, data: Iterable[Any], micro_batches: int | None, compute_loss: bool, keep: bool) -> Run:
+    def _evaluate(self, data: Iterable[Any], micro_batches: int, compute_loss: bool, keep: bool) -> Run:
         executor = self.zero.executor
         self.module.eval()
+        self._compute_loss = compute_loss
         self._losses.clear()
         loss_fn = executor.loss_fn
         try:
@@ -271,6 +279,15 @@ class ScriptPipelineEngine(ScriptEngine):
     def reset_activation_shape(self) -> None:
         """Without effect: what stages send may change its shape at any time."""
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Without effect: boolean masks among what stages send are sent as they are.
+
+        Raises:
+            TypeError: If it is no truth value.
+        """
+        if not isinstance(value, bool):
+            raise TypeError(f"set_has_attention_mask takes True or False, not {value!r}")
+
     # ---- where this rank is ----
 
     @property
@@ -292,8 +309,14 @@ class ScriptPipelineEngine(ScriptEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a batch: `gradient_accumulation_steps()`."""
-        return self.gradient_accumulation_steps()
+        """Micro-batches of a batch: `gradient_accumulation_steps()`, unless a script has set another number."""
+        return self._micro_batches or self.gradient_accumulation_steps()
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"micro_batches must be an integer of 1 or more, not {count!r}")
+        self._micro_batches = None if count == self.gradient_accumulation_steps() else count
 
     @property
     def micro_batch_size(self) -> int:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -241,6 +242,7 @@ class ScriptSettings:
         optimizer: Optimizer to make, if the config names one.
         scheduler: Scheduler to make, if the config names one.
         drop_last: The loader of the training data leaves an incomplete last batch out.
+        autocast: Dtype of autocast around the engine's forward; None: there is none.
     """
 
     zero: ZeroConfig
@@ -250,6 +252,12 @@ class ScriptSettings:
     optimizer: Named | None
     scheduler: Named | None
     drop_last: bool = False
+    autocast: torch.dtype | None = None
+
+    @property
+    def scales_loss(self) -> bool:
+        """True if gradients are computed in fp16, so that losses need a scale."""
+        return torch.float16 in (self.compute_dtype, self.autocast)
 
 
 def settings_of(config: Any, world: int, *, pipeline: bool = False) -> ScriptSettings:
@@ -299,11 +307,15 @@ def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
         zero=config_of(settings),
         batch=settings.batch.derive(max(1, world)),
         clipping=float(settings.gradient_clipping.value),
-        compute_dtype={"fp16": torch.float16, "bf16": torch.bfloat16}.get(settings.precision.value),
+        compute_dtype=_LOW.get(settings.precision.value),
+        autocast=None if settings.autocast is None else _LOW[settings.autocast.value],
         optimizer=None if settings.optimizer is None else _with_its_decay(settings.optimizer),
         scheduler=settings.scheduler,
         drop_last=settings.drop_last,
     )
+
+
+_LOW: Mapping[Any, torch.dtype] = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
 
 
 def _with_its_decay(named: Named) -> Named:
