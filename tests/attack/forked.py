@@ -80,7 +80,7 @@ class Forked:
         self._process.wait()
 
     def lines(self, job: Job) -> list[str]:
-        """What each rank says; "died ..." or "hung ..." of one that says nothing."""
+        """The line that each rank says; "died ..." or "hung ..." of one that says nothing."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
         found: list[str] = json.loads(self._process.stdout.readline())

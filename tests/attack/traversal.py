@@ -56,7 +56,7 @@ def _tree(root: Path, without: Path) -> dict[str, str]:
 
 
 def names(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
-    """What is saved, converted or read under a name stays in its folder, or is refused; what is around stays as it was.
+    """Files saved, converted or read under a name stay in their folder, or it is refused; all around stays as it was.
 
     Around are files that the names would lead to, with the suffixes that are added to names.
     """
