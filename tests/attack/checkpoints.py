@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,8 @@ from zero_strategy.convert.convert import open_any
 _LOUD = (ValueError, OSError)
 _UNCHECKED = re.compile(r"\.pt$|\.bin$|\.ckpt$|\.distcp$|safetensors$")
 """Files of other formats, which have no checksums of their values: a flipped bit of one is a value."""
+_UNLISTED = re.compile(r"(custom_checkpoint|random_states)_\d+\.pkl")
+"""Files that Accelerate lists nowhere: one that is gone was never there."""
 
 
 def _flip(file: Path, draw: random.Random) -> None:
@@ -96,7 +99,8 @@ def damages(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]
                 name = f"{kind}: {damage.__name__[1:]} of {file.relative_to(folder / kind)}"
                 damage(file, draw)
                 found = outcome(lambda: content(named(kind, place)))  # noqa: B023
-                if found.error is None and kind not in ("native", "pieces", "url") and _UNCHECKED.search(file.name):
+                unchecked = _UNCHECKED.search(file.name) or (damage is _gone and _UNLISTED.fullmatch(file.name))
+                if found.error is None and kind not in ("native", "pieces", "url") and unchecked:
                     yield Attempt(name, "")
                 else:
                     yield harmless(f"{name} ({number})", found, expected, errors=_LOUD)
@@ -120,6 +124,7 @@ def forged_manifests(folder: Path, draw: random.Random, rounds: int) -> Iterator
         "a tie of a tie": lambda m: m["aliases"].update({"a": "b", "b": "a"}),  # type: ignore[attr-defined]
         "1,000 levels": lambda m: m["user"].update(deep=json.loads("[" * 900 + "]" * 900)),  # type: ignore[attr-defined]
         "scalars that are text": lambda m: m["optimizers"]["0"].update(scalars={step: "x"}),  # type: ignore[index]
+        "a state's file outside": lambda m: m["optimizers"]["0"]["states"].update(exp_avg="../../x"),  # type: ignore[index]
         "another version": lambda m: m.update(version=99),
     }
     for name, change in forged.items():
@@ -131,6 +136,45 @@ def forged_manifests(folder: Path, draw: random.Random, rounds: int) -> Iterator
     for name, raw in {"100,000 levels": b"[" * 100_000, "no UTF-8": b"\xff\xfe{}", "empty": b""}.items():
         (whole / MANIFEST_NAME).write_bytes(raw)
         yield refused(f"opened: {name}", outcome(lambda: content(whole)), names=str(whole))
+
+
+def forged_pieces(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
+    """The same of a checkpoint in pieces: places, shapes and step counters that do not belong together."""
+    whole = make("pieces", folder)
+    text = (whole / MANIFEST_NAME).read_text()
+    weights = json.loads(text)["weights"]
+    name = next(each for each, record in weights.items() if len(record["shape"]) == 2)
+
+    def slices(manifest: Any) -> list[str]:
+        found: list[str] = manifest["pieces"]["slices"][weights[name]["file"]][name]
+        return found
+
+    forged: dict[str, Callable[[Any], object]] = {
+        "another shape": lambda m: m["weights"][name].update(shape=[*weights[name]["shape"], 1]),
+        "another dtype": lambda m: m["weights"][name].update(dtype="I32"),
+        "a weight that has no pieces": lambda m: m["weights"].update(ghost=weights[name]),
+        "a weight that is not listed": lambda m: m["weights"].pop(name),
+        "a slice beyond its file": lambda m: slices(m).__setitem__(0, slices(m)[0].rpartition(":")[0] + f":{10**17}"),
+        "a slice twice": lambda m: slices(m).append(slices(m)[-1]),
+        "a slice of a rank that did not save": lambda m: slices(m).append("0:1:77:4096"),
+        "a step counter of one alone": lambda m: m["optimizers"]["0"].update(scalars={name: {"step": 1.0}}),
+        "a folder elsewhere": lambda m: m["pieces"].update(folder="../../x"),
+        "an absolute folder": lambda m: m["pieces"].update(folder="/etc"),
+        "a small file elsewhere": lambda m: m["pieces"]["owners"].update({"../../x": 0}),
+        "layouts of nothing": lambda m: m["pieces"].update(layouts={}),
+    }
+    for what, change in forged.items():
+        made = json.loads(text)
+        change(made)
+        (whole / MANIFEST_NAME).write_bytes(seal((json.dumps(made, indent=1) + "\n").encode()))
+        yield refused(f"opened: {what}", outcome(lambda: content(whole)), names=str(whole))
+        yield refused(f"verified: {what}", outcome(lambda: _problems(whole)), names=str(whole))
+    (whole / MANIFEST_NAME).write_text(text)
+    for file in sorted(whole.rglob("rank-*")):
+        kept = file.read_bytes()
+        file.unlink()
+        yield refused(f"{file.name} is gone", outcome(lambda: _problems(whole)), names=file.name)
+        file.write_bytes(kept)
 
 
 def _problems(folder: Path) -> None:

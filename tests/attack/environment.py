@@ -7,16 +7,19 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from tests.attack.rows import Attempt
+from tests.attack.forked import Forked, Job, not_allowed
+from tests.attack.rows import Attempt, harmless, outcome
+from zero_strategy import subscribe
+from zero_strategy.cli.checkpoint_checks import verify
 
 _ROOT = Path(__file__).parents[2]
-_SECONDS = 240
+_SECONDS = 600
 
 
 def _run(folder: Path, before: Callable[[], object] | None = None, **variables: str) -> tuple[str, str]:
@@ -42,31 +45,32 @@ def _limit(what: int, most: int) -> Callable[[], object]:
 def narrow(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
     """Few descriptors, a strict umask, no place to write but the run's own: the digest is that of a plain run."""
     _, expected = _run(folder / "plain")
-    gone, locked = folder / "gone", folder / "locked"
+    none, locked = str(folder / "none"), folder / "locked"
     locked.mkdir()
     locked.chmod(0o555)
-
-    tries: dict[str, tuple[Callable[[], object] | None, dict[str, str]]] = {
+    begun: dict[str, tuple[Callable[[], object] | None, dict[str, str]]] = {  # as Python itself begins
         "64 descriptors": (_limit(resource.RLIMIT_NOFILE, 64), {}),
-        "umask 077": (lambda: os.umask(0o077), {}),
-        "a read-only working directory": (lambda: os.chdir(locked), {}),
-        "a deleted working directory": (None, {"WORKING_DIRECTORY_THAT_GOES": str(gone)}),
-        "no TMPDIR": (None, {"TMPDIR": str(folder / "none")}),
-        "no HOME": (None, {"HOME": str(folder / "none")}),
-        "no locked memory": (_limit(resource.RLIMIT_MEMLOCK, 0), {}),
+        "no TMPDIR": (None, {"TMPDIR": none}),
+        "no HOME": (None, {"HOME": none}),
         "locale C": (None, {"LC_ALL": "C", "PYTHONUTF8": "0"}),
         "optimised": (None, {"PYTHONOPTIMIZE": "2"}),
     }
-    for number, (name, (before, variables)) in enumerate(tries.items()):
+    for number, (name, (before, variables)) in enumerate(begun.items()):
         kind, text = _run(folder / f"run {number}", before, **variables)
         yield Attempt(name, "" if (kind, text) == ("digest", expected) else f"{kind} {text}")
-
-    def short() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    place = folder / "short"
-    yield _named("files of 20,000 bytes at most", *_run(place, short), place)
+    forks: dict[str, dict[str, Any]] = {
+        "umask 077": {"umask": 0o077},
+        "a read-only working directory": {"directory": str(locked)},
+        "a deleted working directory": {"directory": str(folder / "gone")},
+        "no locked memory": {"limits": [(resource.RLIMIT_MEMLOCK, 0)]},
+    }
+    with Forked() as forked:
+        for number, (name, options) in enumerate(forks.items()):
+            kind, text = forked.said(Job(str(folder / f"fork {number}"), **options))
+            yield Attempt(name, "" if (kind, text) == ("digest", expected) else f"{kind} {text}")
+        place = folder / "short"
+        job = Job(str(place), limits=[(resource.RLIMIT_FSIZE, 20_000)])
+        yield _named("files of 20,000 bytes at most", *forked.said(job), place)
 
 
 def _named(name: str, kind: str, text: str, place: Path, expected: str = "") -> Attempt:
@@ -76,8 +80,11 @@ def _named(name: str, kind: str, text: str, place: Path, expected: str = "") -> 
     return Attempt(name, "" if kind == "error" and str(place) in text else f"{kind} {text}")
 
 
+_CALLS = ("write", "pwrite", "fsync", "ftruncate", "rename")
+
+
 def failing_disk(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
-    """One call of a kind fails, or writes half of its bytes.
+    """One call of a kind fails, or writes half of its bytes, while a training saves twice and publishes.
 
     What is left behind: the checkpoint that could not be written does not count, and no half of it is read.
     """
@@ -87,17 +94,66 @@ def failing_disk(folder: Path, draw: random.Random, rounds: int) -> Iterator[Att
     library = folder / "io_faults.so"
     source = Path(__file__).with_name("io_faults.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
-    _, expected = _run(folder / "plain")
-    cases = [
-        (call, code)
-        for call in ("write", "pwrite", "fsync", "ftruncate")
-        for code in (errno.EIO, errno.ENOSPC, 0)
-        if code or call in ("write", "pwrite")
-    ]
-    for number in range(rounds):
-        for call, code in cases if rounds > 1 else draw.sample(cases, 3):
-            place, at = folder / f"{call}-{code}-{number}", draw.randrange(1, 6)
-            faults = {"FAULT_PATH": str(place), "FAULT_CALL": call, "FAULT_AT": str(at), "FAULT_ERRNO": str(code)}
-            kind, text = _run(place, None, LD_PRELOAD=str(library), **faults)
-            name = f"{errno.errorcode.get(code, 'half')} of {call} {at}"
-            yield _named(name, kind, text, place, expected)
+    with Forked(LD_PRELOAD=str(library)) as forked:
+        _, expected = forked.said(Job(str(folder / "plain")))
+        cases = [(call, code) for call in _CALLS for code in (errno.EIO, errno.ENOSPC)]
+        cases += [("write", 0), ("pwrite", 0), ("rename", errno.EXDEV), ("rename", errno.EACCES)]
+        for number in range(rounds):
+            for call, code in cases if rounds > 1 else draw.sample(cases, 3):
+                place, at = folder / f"{call}-{code}-{number}", draw.randrange(1, 6)
+                faults = {"FAULT_PATH": str(place), "FAULT_CALL": call, "FAULT_AT": str(at), "FAULT_ERRNO": str(code)}
+                name = f"{errno.errorcode.get(code, 'half')} of {call} {at}"
+                yield _named(name, *forked.said(Job(str(place), variables=faults)), place, expected)
+                yield _left(name, place)
+        # Each rename of a training in turn: those of versions, of both checkpoints, and of the file `latest`.
+        for at in range(1, _RENAMES + 1) if rounds > 1 else draw.sample(range(1, _RENAMES + 1), 2):
+            code = draw.choice((errno.EIO, errno.ENOSPC, errno.EXDEV))
+            place = folder / f"rename {at}"
+            faults = {"FAULT_PATH": str(place), "FAULT_CALL": "rename", "FAULT_AT": str(at), "FAULT_ERRNO": str(code)}
+            name = f"{errno.errorcode[code]} of rename {at} of all"
+            yield _named(name, *forked.said(Job(str(place), variables=faults)), place, expected)
+            yield _left(name, place)
+
+
+_RENAMES = 12
+"""Of a training, or a few more."""
+
+
+def _left(name: str, place: Path) -> Attempt:
+    """Holds if the checkpoint there is whole, or none, and a reader of the published folder has a version, or none."""
+
+    def look() -> str:
+        problems: tuple[str, ...] = ()
+        if (place / "saved").exists():
+            problems = verify(place / "saved").problems
+        reader = subscribe(place / "published")
+        reader.update()
+        return " ".join(problems)
+
+    return harmless(f"{name}: what is left", outcome(look), "", errors=(FileNotFoundError,))
+
+
+def full_disks(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
+    """No room in /dev/shm, or for memory that ranks share: the same weights. None for files: an error names one."""
+    if not_allowed():  # by this user: what remains is a limit on the size of files
+        tries: dict[str, dict[str, Any]] = {}
+    else:
+        tries = {
+            "/dev/shm is full": {"disks": [("/dev/shm", 1 << 16)], "full": ["/dev/shm"]},
+            "no /dev/shm to write to": {"disks": [("/dev/shm", 1 << 12)], "full": ["/dev/shm"]},
+        }
+    tries["no memory that ranks share"] = {"limits": [(resource.RLIMIT_FSIZE, 2_000_000)]}
+    with Forked() as forked:
+        for ranks in (1, 2):
+            _, expected = forked.said(Job(str(folder / f"plain {ranks}"), ranks=ranks))
+            for number, (name, options) in enumerate(tries.items()):
+                place = str(folder / f"{number} of {ranks}")
+                kind, text = forked.said(Job(place, ranks=ranks, **options))
+                wrong = "" if (kind, text) == ("digest", expected) else f"{kind} {text}"
+                yield Attempt(f"{name}, {ranks} ranks", wrong)
+        if not not_allowed():
+            for nbytes in (1 << 16, *(draw.randrange(1 << 16, 1 << 18) for _ in range(2 * rounds))):
+                place_of = folder / f"small {nbytes}"
+                place_of.mkdir()
+                job = Job(str(place_of), disks=[(str(place_of), nbytes)])
+                yield _named(f"a disk of {nbytes} bytes", *forked.said(job), place_of)

@@ -1,6 +1,6 @@
-/* Makes writes below a folder fail: LD_PRELOAD this, with
+/* Makes calls on files below a folder fail: LD_PRELOAD this, with
  *   FAULT_PATH   text that the file's path has
- *   FAULT_CALL   write, pwrite, fsync, ftruncate or rename
+ *   FAULT_CALL   write, pwrite, fsync, ftruncate or rename (with the exchange of two names)
  *   FAULT_AT     which call of that kind fails, from 1
  *   FAULT_ERRNO  its errno; 0 writes half of the bytes, once
  */
@@ -68,4 +68,9 @@ int ftruncate(int fd, off_t size) { return ftruncate64(fd, size); }
 int rename(const char *from, const char *to) {
     if (named("rename", to) && code()) { errno = code(); return -1; }
     return NEXT(rename)(from, to);
+}
+
+int renameat2(int old_dir, const char *from, int new_dir, const char *to, unsigned flags) {
+    if (named("rename", to) && code()) { errno = code(); return -1; }
+    return NEXT(renameat2)(old_dir, from, new_dir, to, flags);
 }

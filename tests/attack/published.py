@@ -278,6 +278,13 @@ class _Hostile(http.server.BaseHTTPRequestHandler):
         """Nothing is written."""
 
 
+class _HostileServer(http.server.ThreadingHTTPServer):
+    """Says nothing of readers that leave in the middle of an answer."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing is printed."""
+
+
 def _listing(files: object) -> bytes:
     return json.dumps({"anchor-00000000": files}).encode()
 
@@ -345,7 +352,7 @@ _ANSWERS |= _SLOW
 
 def hostile_servers(folder: Path, draw: random.Random, rounds: int) -> Iterator[Attempt]:
     """A reader ends in a documented error, in time, with bounded memory, and writes nothing outside of its copies."""
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hostile)
+    server: Any = _HostileServer(("127.0.0.1", 0), _Hostile)
     server.daemon_threads, server.ended = True, threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url, token = f"http://127.0.0.1:{server.server_port}", "x" * 20

@@ -91,3 +91,23 @@ def test_the_real_one(tmp_path: Path) -> None:
         found = detect(tmp_path / str(safe))
         assert found is not None and found.name == "accelerate"
     check(accelerate.read(tmp_path / "False"), model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_optimizer_state_is_read_without_random_states(tmp_path: Path, kind: str) -> None:
+    lay_out(kind, tmp_path / "state", *trained())
+    (tmp_path / "state" / "random_states_0.pkl").unlink()
+    found = detect(tmp_path / "state")
+    assert found is not None and found.name == "accelerate"
+    assert len(state_of(open_any(tmp_path / "state")).optimizers) == 1
+
+
+def test_optimizer_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    lay_out("sharded", tmp_path / "state", *trained())
+    (tmp_path / "state" / "optimizer_0" / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"state/optimizer_0: has no .metadata"):
+        open_any(tmp_path / "state")
+    lay_out("full", tmp_path / "two", *trained())
+    (tmp_path / "two" / "optimizer.bin").rename(tmp_path / "two" / "optimizer_1.bin")
+    with pytest.raises(ValueError, match=r"two/optimizer_1.bin: is there, and the state of optimizer 0"):
+        open_any(tmp_path / "two")

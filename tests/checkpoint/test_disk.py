@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from zero_strategy.checkpoint import disk
-from zero_strategy.checkpoint.disk import DiskWriter, create_file
+from zero_strategy.checkpoint.disk import DiskWriter, all_beside, beside, by_age, create_file
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, is_aligned
 
 SIZE = 300_000
@@ -139,3 +140,29 @@ def test_an_arena_is_reused_and_never_shrinks() -> None:
     arena.reserve(60_000)
     assert arena.take(50_000, 17).data_ptr() == address
     assert arena.nbytes == 100_000
+
+
+def test_what_is_removed_while_a_folder_is_looked_through_is_left_out(tmp_path: Path) -> None:
+    """A save before it may still be removing what its checkpoint was before."""
+    paths = [beside(tmp_path / "c", f"t{number}", "tmp") for number in range(3)]
+    for number, path in enumerate(paths):
+        path.mkdir()
+        os.utime(path, ns=(0, 1000 - number))
+    listed = list(paths)
+    paths[1].rmdir()
+    assert by_age(listed) == [paths[2], paths[0]] == all_beside(tmp_path / "c", "tmp")
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            paths[1].mkdir()
+            paths[1].rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert {paths[0], paths[2]} <= set(all_beside(tmp_path / "c", "tmp"))
+    finally:
+        ended.set()
+        thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.checkpoint.piece_saving import in_place, on_hosts, own_file, save
+from tests.checkpoint.piece_saving import in_place, jobs_of, on_hosts, own_file, run_jobs, save
 from tests.checkpoint.saving import all_dtypes, random_tensor, same
 from zero_strategy.checkpoint import CheckpointReader, Manifest
 from zero_strategy.checkpoint.manifest import seal
@@ -21,6 +22,7 @@ from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.cli.checkpoint_merge import merge
 from zero_strategy.convert.convert import open_any
+from zero_strategy.runtime.host_bytes import checksum_of
 
 WEIGHTS = {
     "a": random_tensor(torch.float32, (7, 5)),
@@ -154,6 +156,84 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     save(on_hosts(one), {"w": torch.arange(100.0)})
     assert all("rank 1 wrote it on its host" in problem for problem in verify(one[0]).problems)
     assert len(verify(one[0]).problems) == 2
+    assert "rank-00001.safetensors: is missing; rank 1 wrote it on its host; lost: 'w'" in verify(one[0]).problems[0]
+
+
+def saved(place: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint of two tensors with two moments and step counters, in pieces of two ranks."""
+    values = {"w": torch.arange(12.0).view(3, 4), "v": torch.ones(4)}
+    scalars = {name: {"step": 3.0} for name in values}
+    plan_states = {"0": {"exp_avg": values, "exp_avg_sq": values}}
+    jobs = jobs_of(on_hosts([place] * 2), values, plan_states)
+    adam = {"0": replace(jobs[0].manifest.optimizers["0"], scalars=scalars)}
+    assert run_jobs([replace(job, manifest=replace(job.manifest, optimizers=adam)) for job in jobs]) == {}
+    found: dict[str, Any] = json.loads((place / "manifest.json").read_text())
+    return found
+
+
+def resealed(place: Path, content: dict[str, Any]) -> None:
+    (place / "manifest.json").write_bytes(seal(json.dumps(content).encode()))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda m: m["weights"]["w"].update(shape=[4, 3]), r"weights.w .*\(4, 3\).*model.safetensors.*\(3, 4\)"),
+        (lambda m: m["weights"]["w"].update(dtype="I32"), r"weights.w is torch.int32 .*model.safetensors.*float32"),
+        (lambda m: m["weights"]["w"].update(file="optimizer/exp_avg.safetensors"), r"not list: \['v'\]"),
+        (lambda m: m["weights"].pop("w"), r"model.safetensors that weights does not list: \['w'\]"),
+        (lambda m: m["weights"].update(u=m["weights"]["w"]), r"'u' in model.safetensors, and pieces has no such"),
+        (lambda m: m["optimizers"]["0"]["scalars"].pop("w"), r"lacks the 'step' of 'w', which has exp_avg, exp_avg_sq"),
+        (lambda m: m["optimizers"]["0"]["scalars"]["v"].clear(), r"lacks the 'step' of 'v'"),
+        (lambda m: _in(m, "w").__setitem__(0, "0:8:0:99999"), r"rank-00000.*\[0, 8\) of tensor 'w'.*file at byte"),
+        (lambda m: _in(m, "w").__setitem__(0, "0:8:0:0") or _in(m, "v").__setitem__(0, "0:4:0:4"), r"'v'.*within what"),
+        (lambda m: _in(m, "w").append("0:8:0:4096"), r"pieces of tensor 'w' .* end at element 0"),
+        (lambda m: _in(m, "w").append("12:12:7:4096"), r"pieces-t/rank-00007.*no rank 7 saved|end at element 12 of 12"),
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_to_its_manifest_is_named(tmp_path: Path, change: Any, names: str) -> None:
+    content = saved(tmp_path / "c")
+    assert verify(tmp_path / "c").problems == ()
+    change(content)
+    resealed(tmp_path / "c", content)
+    for look in (verify, open_any):
+        with pytest.raises(ValueError, match=rf"c/manifest.json: .*{names}"):
+            look(tmp_path / "c")
+
+
+def _in(content: dict[str, Any], name: str) -> list[str]:
+    found: list[str] = content["pieces"]["slices"]["model.safetensors"][name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, name: t[name].update(shape=[2, 4]), "as torch.float32 (2, 4), the manifest as torch.float32 (8,)"),
+        (lambda t, name: t[name].update(dtype="I32"), "as torch.int32 (8,), the manifest as torch.float32 (8,)"),
+        (lambda t, name: t.update({f"{name}x": t.pop(name)}), "which the manifest has there"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("known", [False, True])
+def test_a_piece_of_another_shape_is_named(tmp_path: Path, change: Any, says: str, known: bool) -> None:
+    """Be it by damage, or with the checksum of that header in the manifest."""
+    content = saved(tmp_path / "c")
+    place = tmp_path / "c" / "pieces-t" / "rank-00000.safetensors"
+    data = place.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:length])
+    (name,) = (each for each in tensors if each.startswith("model.safetensors:w["))
+    assert name == "model.safetensors:w[0:8]"
+    change(tensors, name)
+    header = data[:8] + json.dumps(tensors, separators=(",", ":")).encode().ljust(length - 8)
+    place.write_bytes(header + data[length:])
+    if known:
+        content["pieces"]["ranks"]["0"][1] = checksum_of(header)
+        resealed(tmp_path / "c", content)
+    damaged, *problems = ("is damaged", *verify(tmp_path / "c").problems) if known else verify(tmp_path / "c").problems
+    assert "is damaged" in damaged
+    assert problems and f"{place}: " in problems[0] and "elements [0, 8) of tensor 'w' of model" in problems[0]
+    assert says in problems[0]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer/exp_avg.safetensors"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import warnings
 
 import pytest
 import torch
@@ -87,24 +89,50 @@ def test_all_ranks_share_or_none_does(ranks: Launcher, how: str) -> None:
         assert descriptors <= 6  # two mappings' own, this rank's pipe, the other's, and one of its process
 
 
-def no_memory() -> tuple[bool, int]:
-    """As where no file may be that large."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+def no_memory(first_rank: int, what: int, most: int) -> tuple[bool, int, list[str]]:
+    """As where a limit of the system, of this rank's and those after it, does not allow it."""
+    rank, (soft, hard) = dist.get_rank(), resource.getrlimit(what)
     before, available = len(os.listdir("/proc/self/fd")), False
+    if most < 0:  # as many descriptors as there are, and some more
+        most = max(map(int, os.listdir("/proc/self/fd"))) - most
     try:
-        for _ in range(3):
-            exchange = Communicator(dist.group.WORLD, CommunicationCounters())
-            exchange.all_gather(torch.zeros(2 * LEAST_BYTES)).wait()
-            assert exchange._host._shared is not None
-            available = available or exchange._host._shared.available
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                exchange = Communicator(dist.group.WORLD, CommunicationCounters())
+                flat = torch.full((2 * LEAST_BYTES,), float(rank))
+                dist.barrier()
+                resource.setrlimit(what, (most if rank >= first_rank else soft, hard))
+                exchange.all_gather(flat).wait()
+                resource.setrlimit(what, (soft, hard))
+                assert exchange._host._shared is not None
+                assert flat.view(2, -1).mean(dim=1).tolist() == [0.0, 1.0]
+                available = available or exchange._host._shared.available
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return available, len(os.listdir("/proc/self/fd")) - before
+        resource.setrlimit(what, (soft, hard))
+    return available, len(os.listdir("/proc/self/fd")) - before, [str(each.message) for each in caught]
 
 
-def test_memory_that_cannot_be_had_leaves_no_descriptor(ranks: Launcher) -> None:
-    assert ranks(2)(no_memory) == [(False, 0)] * 2
+@pytest.mark.parametrize("first_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "most", "says"),
+    [(resource.RLIMIT_FSIZE, 1 << 16, r"File too large.*ulimit -f"), (resource.RLIMIT_NOFILE, -1, r"ulimit -n")],
+    ids=["no such large file", "no descriptor"],
+)
+def test_memory_that_cannot_be_had_is_named_and_leaves_no_descriptor(
+    ranks: Launcher, first_rank: int, what: int, most: int, says: str
+) -> None:
+    for rank, (available, descriptors, said) in enumerate(ranks(2)(no_memory, first_rank, what, most)):
+        assert (available, descriptors) == (False, 0)
+        assert len(said) == (3 if rank >= first_rank else 0)
+        place = rf"rank {rank} of 2.*its own, 2101248 bytes of anonymous memory \(memfd.*{says}.*{VARIABLE}=0"
+        assert all(re.search(place, each) for each in said), said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="this user may look into any process")
+def test_memory_of_another_user_is_refused_by_name() -> None:
+    with pytest.raises(PermissionError):
+        shared_memory._open(f"{shared_memory._host()} 1 0 0 x")
 
 
 def different() -> str:

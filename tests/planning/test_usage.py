@@ -32,6 +32,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["plan", "--params", "7e9", "--wrld=8"], "unrecognized arguments: --wrld=8; did you mean --world?"),
         (["pln"], "zero-strategy: argument command: invalid choice: 'pln'"),
         (["pln"], "did you mean plan?"),
+        (["schedule", "show", "a\x1b[31m\nINFO all"], "unrecognized arguments: a\\x1b[31m\\nINFO all"),
         (["checkpoint", "inspct", "x"], "did you mean inspect?"),
         (["plan", "--params", "many"], "argument --params: invalid float value: 'many'"),
         (["checkpoint", "inspect"], "the following arguments are required: path"),

@@ -28,7 +28,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -83,10 +83,22 @@ def all_beside(target: Path, suffix: str) -> list[Path]:
     """All such siblings, of any token, oldest first."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{_TOKEN}\.{re.escape(suffix)}")
     try:
-        found = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
+        names = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
     except FileNotFoundError:
         return []
-    return sorted(found, key=lambda path: path.lstat().st_mtime_ns)
+    return by_age(names)
+
+
+def by_age(paths: Iterable[Path]) -> list[Path]:
+    """Paths, the one that was changed longest ago first; without those that are gone meanwhile.
+
+    A save before this one, or a removal of old checkpoints, may still be at work in a folder that is looked through.
+    """
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.lstat().st_mtime_ns, path))
+    return [path for _, path in sorted(found)]
 
 
 def sync(path: Path) -> None:

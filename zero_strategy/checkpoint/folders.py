@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zero_strategy.checkpoint.disk import all_beside, beside, naming, remove, sync
+from zero_strategy.checkpoint.disk import all_beside, beside, by_age, naming, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
@@ -296,10 +296,10 @@ def _follow_latest(parent: Path, fall_back: bool) -> Path:
 def newest_complete(parent: Path) -> Path | None:
     """The checkpoint whose manifest is the newest of those with all their files; names with a dot are unfinished."""
     manifests = [path / MANIFEST_NAME for path in parent.iterdir() if not path.name.startswith(".")]
-    for manifest in sorted(filter(Path.is_file, manifests), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for manifest in reversed(by_age(filter(Path.is_file, manifests))):
         try:
             Manifest.load(manifest.parent)
-        except ValueError:
+        except (ValueError, FileNotFoundError):
             continue
         return manifest.parent
     return None
@@ -396,7 +396,10 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[Found]:
     for path in parent.iterdir():
         if path.name.startswith(".") or path.is_symlink() or not (path / MANIFEST_NAME).is_file():
             continue
-        saved_at = (path / MANIFEST_NAME).stat().st_mtime_ns
+        try:
+            saved_at = (path / MANIFEST_NAME).stat().st_mtime_ns
+        except FileNotFoundError:  # removed meanwhile
+            continue
         try:
             manifest = Manifest.load(path)
         except (ValueError, OSError):

@@ -296,7 +296,11 @@ def read_layout(fd: int, path: str, source: str) -> FileLayout:
             does not agree with itself or with the size of the file.
     """
     size = os.fstat(fd).st_size
-    header = _read_header(fd, size, source)
+    return parse_layout(_read_header(fd, size, source), size, path, source)
+
+
+def parse_layout(header: bytes, size: int, path: str, source: str) -> FileLayout:
+    """Parses the header of a file of so many bytes: see `read_layout`."""
     content = parse_object(header[8:], source)
     metadata = content.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -202,17 +202,17 @@ class Manifest:
         try:
             fd = open_regular(directory / name)
         except (OSError, ValueError):
-            return _listed(names)
+            return listed(names)
         try:
-            return _listed(tensors_cut_off(fd, name) if names else [])
+            return listed(tensors_cut_off(fd, name) if names else [])
         except ValueError:  # of the header, too, something is gone
-            return _listed(names)
+            return listed(names)
         finally:
             os.close(fd)
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    """Such as "; lost: 'a', 'b' and 3 more"."""
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The end of a message that names tensors, such as "; lost: 'a', 'b' and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"; lost: {', '.join(map(repr, names[:most]))}{more}" if names else ""
 
@@ -315,6 +315,20 @@ def _check_logical_files(manifest: Manifest, pieces: PieceTable) -> None:
     for path, layout in pieces.layouts.items():
         if manifest.files[path] != layout.size or manifest.checksums.files.get(path) != checksum_of(layout.header):
             raise ValueError(f"the layout of {path} in pieces does not give the file's size and header")
+    listed_in: dict[str, set[str]] = {}
+    for name, entry in manifest.weights.items():
+        if entry.file not in pieces.layouts or name not in pieces.layouts[entry.file].specs:
+            raise ValueError(f"weights has {brief(name)} in {entry.file}, and pieces has no such tensor there")
+        spec = pieces.layouts[entry.file].specs[name]
+        if (spec.dtype, spec.shape) != (entry.dtype, entry.shape):
+            raise ValueError(
+                f"weights.{name} is {entry.dtype} {entry.shape}, its pieces of {entry.file} are those of a tensor "
+                f"{spec.dtype} {spec.shape}"
+            )
+        listed_in.setdefault(entry.file, set()).add(name)
+    for path, names in listed_in.items():
+        if unlisted := sorted(pieces.layouts[path].specs.keys() - names):
+            raise ValueError(f"pieces has tensors of {path} that weights does not list: {unlisted}")
 
 
 def _keys(value: Any, expected: set[str], where: str) -> None:

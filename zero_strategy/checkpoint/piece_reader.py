@@ -81,9 +81,6 @@ class PieceReader(LayoutReader):
         self._storage, self._manifest, self._verify = storage, manifest, verify
         self._pieces: PieceTable = manifest.pieces
         self._weight_files = {name: record.file for name, record in manifest.weights.items()}
-        for name, path in self._weight_files.items():
-            if path not in self._pieces.layouts or name not in self._pieces.layouts[path].specs:
-                raise ValueError(f"{directory}: the manifest names weight {name!r} in {path}, which has no such")
         self._weights = {name: self._layout(path).specs[name] for name, path in self._weight_files.items()}
         self._supplied: dict[tuple[str, str, int], torch.Tensor] = {}
         self._small: dict[str, bytes] = {}

@@ -59,6 +59,7 @@ from zero_strategy.checkpoint.ranges import (
     folder_of,
     ranges_to_json,
     rank_path,
+    slice_name,
     slices_from_json,
     small_path,
 )
@@ -238,7 +239,7 @@ def rank_layout(
         check_piece(logical, piece)
         if piece.numel:
             stop = piece.start + piece.numel
-            name = f"{logical.path}:{piece.name}[{piece.start}:{stop}]"
+            name = slice_name(logical.path, piece.name, piece.start, stop)
             if name in found:
                 raise ValueError(f"elements [{piece.start}, {stop}) of tensor {piece.name!r} are given twice")
             found[name] = logical, piece

@@ -160,11 +160,11 @@ def _overlapping(parts: list[Part], start: int, stop: int) -> list[Part]:
 
 
 def _end_of(parts: Iterable[Part]) -> int:
-    """End of what parts in order have from element 0 on, without a gap."""
+    """End of what parts in order have from element 0 on, without a gap and no element twice."""
     end = 0
     for part in parts:
         if part.start != end or part.stop <= end:
-            break
+            return min(end, part.start)
         end = part.stop
     return end
 
@@ -306,6 +306,35 @@ def small_path(folder: str, path: str) -> str:
     return f"{folder}/files/{path}"
 
 
+def slice_name(path: str, name: str, start: int, stop: int) -> str:
+    """Name that elements [start, stop) of a tensor of a logical file have in a rank's file."""
+    return f"{path}:{name}[{start}:{stop}]"
+
+
+@dataclass(frozen=True)
+class PlacedSlice:
+    """A slice in a rank's file.
+
+    Attributes:
+        path: The logical file.
+        tensor: The full tensor.
+        place: Elements and offset.
+    """
+
+    path: str
+    tensor: TensorSpec
+    place: Slice
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The slice as a tensor of the rank's file."""
+        start, stop = self.place.start, self.place.stop
+        return TensorSpec(slice_name(self.path, self.tensor.name, start, stop), self.tensor.dtype, (stop - start,))
+
+    def __str__(self) -> str:
+        return f"elements [{self.place.start}, {self.place.stop}) of tensor {self.tensor.name!r} of {self.path}"
+
+
 @dataclass
 class PieceTable:
     """Places of all bytes of one save.
@@ -332,6 +361,17 @@ class PieceTable:
     def overlapping(self, path: str, name: str, start: int, stop: int) -> list[Slice]:
         """The slices that have elements of [start, stop)."""
         return _overlapping(self.slices.get(path, {}).get(name, []), start, stop)
+
+    def placed(self) -> dict[int, list[PlacedSlice]]:
+        """Rank -> the slices in its file, in the order of their bytes."""
+        found: dict[int, list[PlacedSlice]] = {rank: [] for rank in self.ranks}
+        for path, tensors in self.slices.items():
+            for name, parts in tensors.items():
+                for part in parts:
+                    found.setdefault(part.rank, []).append(PlacedSlice(path, self.layouts[path].specs[name], part))
+        for slices in found.values():
+            slices.sort(key=lambda each: each.place.offset)
+        return found
 
     def to_json(self) -> dict[str, object]:
         """As JSON can hold it; a slice is "start:stop:rank:offset"."""
@@ -426,6 +466,17 @@ def _check_complete(table: PieceTable) -> None:
                 raise ValueError(f"the pieces of tensor {name!r} of {path} end at element {end} of {spec.numel}")
     if unknown := sorted(table.slices.keys() - table.layouts.keys()):
         raise ValueError(f"there are pieces of files without a layout: {unknown}")
+    for rank, slices in table.placed().items():
+        file, end = rank_path(table.folder, rank), 0
+        if rank not in table.ranks:
+            raise ValueError(f"{file}: has {slices[0]}, and no rank {rank} saved")
+        for each in slices:
+            begin = each.place.offset
+            if begin < end:
+                raise ValueError(f"{file}: {each} begin at byte {begin}, within what ends at byte {end}")
+            end = begin + (each.place.stop - each.place.start) * each.tensor.dtype.itemsize
+            if end > table.ranks[rank][0]:
+                raise ValueError(f"{file}: {each} end at byte {end}, the file at byte {table.ranks[rank][0]}")
 
 
 def _is_count(value: object) -> bool:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from zero_strategy.runtime.shown import shown
+
 _CHOICE = re.compile(r"invalid choice: '([^']*)'")
 
 
@@ -18,7 +20,7 @@ class CommandParser(argparse.ArgumentParser):
         """Print the message, the nearest word that would be accepted, and where help is; exit with status 2."""
         if found := _CHOICE.search(message):
             message += _meant(found[1], self._choices())
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` shows what there is\n")
+        self.exit(2, f"{self.prog}: {shown(message)}\n`{self.prog} --help` shows what there is\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments; unknown ones are an error of the command that they were given to.

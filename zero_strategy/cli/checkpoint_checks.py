@@ -17,10 +17,10 @@ import torch
 import xxhash
 
 from zero_strategy.checkpoint.folders import checkpoint_directory
-from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, parse_layout, read_layout
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, FileKind, Manifest, listed
 from zero_strategy.checkpoint.piece_reader import check_blocks
-from zero_strategy.checkpoint.ranges import Block, PieceTable, batches, rank_path, small_path
+from zero_strategy.checkpoint.ranges import Block, PieceTable, PlacedSlice, batches, rank_path, small_path
 from zero_strategy.checkpoint.reader import StateReader
 from zero_strategy.checkpoint.storage import Folder, RemoteFolder, Storage, is_remote, remote_checkpoint
 from zero_strategy.runtime.host_bytes import checksum_of
@@ -61,9 +61,10 @@ def problems_of_pieces(
     except ValueError as error:
         yield str(error)
         return  # where blocks lie is not certain
-    blocks = _blocks(manifest, pieces)
+    blocks, placed = _blocks(manifest, pieces), pieces.placed()
     for rank, (size, header) in sorted(pieces.ranks.items()):
         path = rank_path(pieces.folder, rank)
+        lost = listed(list(dict.fromkeys(each.tensor.name for each in placed[rank])))
         place = f"{storage.name}/{path}"
         try:
             actual = storage.size(path)
@@ -71,11 +72,12 @@ def problems_of_pieces(
             yield str(error)
             continue
         if actual is None:
-            yield f"{place}: is missing; rank {rank} wrote it on its host"
+            yield f"{place}: is missing; rank {rank} wrote it on its host{lost}"
         elif actual != size:
-            yield f"{place}: has {actual} bytes, the manifest says {size}"
+            yield f"{place}: has {actual} bytes, the manifest says {size}{lost}"
         else:
-            yield from _problems_of_rank(storage, path, size, header, blocks.get(rank, []), report)
+            yield from _problems_of_header(storage, path, size, header, placed[rank], report)
+            yield from _problems_of_blocks(storage, path, blocks.get(rank, []), report)
     for name, owner in sorted(pieces.owners.items()):
         path = small_path(pieces.folder, name)
         try:
@@ -108,14 +110,36 @@ def _blocks(manifest: Manifest, pieces: PieceTable) -> dict[int, list[_Block]]:
     return found
 
 
-def _problems_of_rank(
-    storage: Storage, path: str, size: int, header: str, blocks: list[_Block], report: Callable[[int], object]
+def _problems_of_header(
+    storage: Storage, path: str, size: int, header: str, slices: list[PlacedSlice], report: Callable[[int], object]
 ) -> Iterator[str]:
-    data_start = blocks[0].offset if blocks else size
-    (head,) = storage.read_ranges([(path, 0, data_start)])
+    """Compares the header of a rank's file with its checksum, and its tensors with the manifest's slices."""
+    place, start = f"{storage.name}/{path}", slices[0].place.offset if slices else size
+    (head,) = storage.read_ranges([(path, 0, start)])
     report(len(head))
     if checksum_of(bytes(head)) != header:
-        yield f"{storage.name}/{path}: is damaged: its header's checksum is not the manifest's"
+        yield f"{place}: is damaged: its header's checksum is not the manifest's"
+    try:
+        found = parse_layout(bytes(head), size, path, place)
+    except ValueError as error:
+        yield str(error)
+        return
+    for each in slices:
+        spec, there = each.spec, found.specs.get(each.spec.name)
+        if there is None:
+            yield f"{place}: lacks {each}, which the manifest has there"
+        elif (there.dtype, there.shape) != (spec.dtype, spec.shape):
+            yield f"{place}: has {each} as {there.dtype} {there.shape}, the manifest as {spec.dtype} {spec.shape}"
+        elif found.offsets[spec.name] != each.place.offset:
+            where = found.offsets[spec.name]
+            yield f"{place}: has {each} at byte {where}, the manifest at byte {each.place.offset}"
+    if extra := sorted(found.specs.keys() - {each.spec.name for each in slices}):
+        yield f"{place}: has tensors of which the manifest knows nothing, such as {extra[0]!r}"
+
+
+def _problems_of_blocks(
+    storage: Storage, path: str, blocks: list[_Block], report: Callable[[int], object]
+) -> Iterator[str]:
     for batch in batches(blocks, lambda block: block.nbytes, _AT_ONCE_BYTES):
         (content,) = storage.read_ranges([(path, batch[0].offset, sum(block.nbytes for block in batch))])
         report(len(content))

@@ -13,11 +13,13 @@ The pipes have no names: a rank opens another one's through /proc, as it does th
 
 Two slots are enough: a rank that overwrites slot k % 2 in round k + 2 has heard "k + 1" from every peer, who said so
 after it had read round k. The memory is anonymous (memfd): it has no name, no limit but that of memory, and is gone
-with its process, however that ends. Whether peers can open it is tried once; where one cannot, nobody does.
+with its process, however that ends. Whether peers can open it is tried once; where one cannot, nobody does, and the
+rank that could not says once why, for exchanges by gloo give the same bits and take longer.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -25,11 +27,11 @@ import select
 import struct
 import sys
 import time
+import warnings
 import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -191,19 +193,19 @@ class MeetingPipes:
         """Descriptor of the end that peers open."""
         return self._own_end
 
-    def connect(self, peer: int, pid: int, number: int) -> bool:
-        """Open a peer's pipe; returns whether that can be done here."""
-        try:
-            # For reading, too: a write to a rank that has ended shall be no signal (SIGPIPE), which may be deadly.
-            end = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-            self._descriptors.append(end)
-            process = os.pidfd_open(pid)
-            self._descriptors.append(process)
-        except (OSError, AttributeError):
-            return False
+    def connect(self, peer: int, pid: int, number: int) -> None:
+        """Open a peer's pipe.
+
+        Raises:
+            OSError: If that cannot be done here.
+        """
+        # For reading, too: a write to a rank that has ended shall be no signal (SIGPIPE), which may be deadly.
+        end = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptors.append(end)
+        process = os.pidfd_open(pid)
+        self._descriptors.append(process)
         self._ends[peer], self._processes[process], self._told[peer] = end, peer, deque()
         self._poll.register(process, select.POLLIN)
-        return True
 
     def wait_for_all(self, number: int, value: int) -> dict[int, tuple[int, int]]:
         """Tell every peer two numbers, and wait for theirs; what each told, in the order of its telling.
@@ -279,6 +281,19 @@ SLOT_BYTES = 1 << 20
 LEAST_BYTES = 64 << 10
 """Of a message to one peer; smaller ones, which are few in a step, go by gloo."""
 _HEADER = 4096
+_NBYTES = _HEADER + 2 * SLOT_BYTES
+"""Of each rank's memory."""
+_WAYS_OUT = {
+    errno.EFBIG: "raise the largest size of a file (ulimit -f), which counts for such memory, too",
+    errno.EMFILE: "raise the number of open files (ulimit -n)",
+    errno.ENFILE: "raise the number of open files of the system (fs.file-max)",
+    errno.ENOMEM: "raise the limit of the process's memory (ulimit -v, or the container's)",
+    errno.ENOSPC: "raise the limit of the container's memory",
+    errno.ENOSYS: "allow memfd_create and pidfd_open (Linux 5.3, or the container's seccomp profile)",
+    errno.EACCES: "run the ranks as one user, and where they may look at each other in /proc",
+    errno.EPERM: "run the ranks as one user, and where they may look at each other in /proc",
+    errno.ENOENT: "run the ranks of a host in one container, with /proc",
+}
 
 Exchange = Callable[[list[Tensor], list[Tensor]], None]
 """Sends outgoing[r] to each other rank r while incoming[r] arrives from it."""
@@ -317,18 +332,24 @@ class SharedMemoryExchange:
         self._used = 0
         self._memory: dict[int, mmap.mmap] = {}
         self._pipes: MeetingPipes | None = None
-        local = _create() if _is_wanted() else None
-        if local is not None:
-            with suppress(OSError):
-                self._pipes = MeetingPipes(rank, timeout)
+        local, refused = None, ""
         cards = [encode_card("") for _ in range(size)]
-        if local is not None and self._pipes is not None:
-            descriptor, self._memory[rank], token = local
-            cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
+        if _is_wanted():
+            try:
+                local = _create()
+                self._pipes = MeetingPipes(rank, timeout)
+            except OSError as error:
+                refused = _refused("its own", error)
+            else:
+                descriptor, self._memory[rank], token = local
+                cards[rank] = encode_card(f"{_host()} {os.getpid()} {self._pipes.number} {descriptor} {token}")
         plain([cards[rank]] * size, cards)
         opened = self._pipes is not None
         for peer in (peer for peer in range(size) if peer != rank):
-            opened = opened and self._open(peer, decode_card(cards[peer]))
+            try:
+                opened = opened and self._open(peer, decode_card(cards[peer]))
+            except OSError as error:
+                opened, refused = False, _refused(f"that of rank {peer}", error)
         flags = [torch.tensor([int(opened)]) for _ in range(size)]
         plain([flags[rank]] * size, flags)
         self.available = all(map(bool, flags))
@@ -337,15 +358,22 @@ class SharedMemoryExchange:
         if not self.available:
             self._memory.clear()
             self._pipes = None
+        if refused:
+            warnings.warn(f"rank {rank} of {size}: {refused}", RuntimeWarning, stacklevel=2)
 
     def _open(self, peer: int, card: str) -> bool:
-        """Open a peer's memory and pipe; returns whether that can be done here."""
+        """Open a peer's memory and pipe; False if it is on another host, has none, or the numbers are another one's.
+
+        Raises:
+            OSError: If this process may not, or cannot.
+        """
         memory = _open(card)
         if memory is None or self._pipes is None:
             return False
         self._memory[peer] = memory
         _, pid, pipe, _, _ = card.rsplit(" ", 4)
-        return self._pipes.connect(peer, int(pid), int(pipe))
+        self._pipes.connect(peer, int(pid), int(pipe))
+        return True
 
     def abort(self) -> None:
         """End this rank's waits, and those of others for it; from any thread."""
@@ -424,41 +452,54 @@ def used_bytes(message: int, parts: int) -> int:
 def _is_wanted() -> bool:
     """True if this system has such memory and nobody has switched it off."""
     off = os.environ.get(VARIABLE, "1").lower() in ("0", "false", "no", "off")
-    return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and not off
+    return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and not off
 
 
-def _create() -> tuple[int, mmap.mmap, str] | None:
-    """Descriptor, new memory and the token in it; None where there is none."""
+def _refused(whose: str, error: OSError) -> str:
+    """Says what memory there is not, why, what follows from it, and the way out."""
+    way = _WAYS_OUT.get(error.errno or 0, "mend that")
+    return (
+        f"no shared memory for exchanges with ranks of this host: {whose}, {_NBYTES} bytes of anonymous memory "
+        f"(memfd, not /dev/shm), cannot be had: {error}. They go by gloo, which is slower. To have it, {way}; "
+        f"{VARIABLE}=0 does without, and without this warning"
+    )
+
+
+def _create() -> tuple[int, mmap.mmap, str]:
+    """Descriptor, new memory and the token in it.
+
+    Raises:
+        OSError: If there is none.
+    """
+    descriptor = os.memfd_create("zero_strategy exchange")
     try:
-        descriptor = os.memfd_create("zero_strategy exchange")
-    except OSError:
-        return None
-    try:
-        os.ftruncate(descriptor, _HEADER + 2 * SLOT_BYTES)
-        memory = mmap.mmap(descriptor, _HEADER + 2 * SLOT_BYTES)
-    except OSError:
+        os.ftruncate(descriptor, _NBYTES)
+        memory = mmap.mmap(descriptor, _NBYTES)
+    except BaseException:
         os.close(descriptor)
-        return None
+        raise
     token = secrets.token_hex(16)
     memory[: len(token)] = token.encode()
     return descriptor, memory, token
 
 
 def _open(card: str) -> mmap.mmap | None:
-    """A peer's memory; None if it is on another host, out of reach, or another one under the same numbers."""
+    """A peer's memory; None if it is on another host, or has none, or another one is under the same numbers.
+
+    Raises:
+        OSError: If it is on this host and out of reach.
+    """
     try:
         host, pid, _, number, token = card.rsplit(" ", 4)
-        if host != _host():
-            return None
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except (OSError, ValueError):
+    except ValueError:
         return None
+    if host != _host():
+        return None
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(descriptor).st_size != _HEADER + 2 * SLOT_BYTES:
+        if os.fstat(descriptor).st_size != _NBYTES:
             return None
-        memory = mmap.mmap(descriptor, _HEADER + 2 * SLOT_BYTES)
-    except OSError:
-        return None
+        memory = mmap.mmap(descriptor, _NBYTES)
     finally:
         os.close(descriptor)
     return memory if memory[: len(token)] == token.encode() else None

@@ -33,7 +33,8 @@ def detect(path: Path) -> bool:
         return False
     if dcp.detect(path / _SHARDED) or is_there(path / _FULL) or any(path.glob(f"{_SHARDED}_rank*.bin")):
         return True
-    return is_there(path / _RANDOM) and any(is_there(path / name) for name in _PLAIN)
+    beside = (_RANDOM, "optimizer.bin", "scheduler.bin")
+    return any(is_there(path / name) for name in _PLAIN) and any(is_there(path / name) for name in beside)
 
 
 def read(path: Path, *, prefix: str | None = None, weights_only: bool = False) -> PortableState:
@@ -86,8 +87,18 @@ def _optimizers(path: Path) -> list[tuple[Path, Any]]:
             found.append((sharded, dcp.content_of(sharded)["optimizer"]))
         elif is_there(full):
             found.append((full, _checked(load_restricted(full), full)))
+        elif sharded.is_dir():
+            raise ValueError(f"{sharded}: has no {dcp.METADATA}, without which its optimizer state cannot be read")
+        elif later := [file for file in sorted(path.glob("optimizer_*")) if _number(file) > number]:
+            raise ValueError(f"{later[0]}: is there, and the state of optimizer {number} before it is not")
         else:
             return found
+
+
+def _number(file: Path) -> int:
+    """The optimizer that a file belongs to; -1 if it is another file."""
+    found = re.fullmatch(r"optimizer_(\d+)(\.bin)?", file.name)
+    return int(found[1]) if found else -1
 
 
 def _checked(content: Any, source: Path) -> Any:
