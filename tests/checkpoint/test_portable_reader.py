@@ -99,6 +99,15 @@ def test_ours_are_ours(tmp_path: Path) -> None:
         open_any(tmp_path, source="x")
 
 
+def test_names_that_torch_compile_has_changed_are_told(tmp_path: Path) -> None:
+    part = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+    assert isinstance(part, torch.nn.Module)
+    save(tmp_path / "c", {f"part.{name}": tensor for name, tensor in part.state_dict().items()})
+    wanted = [TensorSpec("part.weight", torch.float32, (1, 2)), TensorSpec("part.bias", torch.float32, (1,))]
+    with pytest.raises(ValueError, match=r"differ by torch.compile's `_orig_mod.` alone: .*`part.compile\(\)`"):
+        CheckpointReader(tmp_path / "c").check_against(wanted)
+
+
 def test_ties_and_empty_tensors_are_marked_among_what_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path / "c", {"w": torch.ones(2), "none": torch.empty(0)}, aliases={"head": "w"})
     wanted = [TensorSpec("x", torch.float32, (3,)), TensorSpec("nothing", torch.float32, (0, 2))]

@@ -202,6 +202,11 @@ class StateReader(ABC):
         unexpected = [_described(spec, known.get(name, ())) for name, spec in weights.items() if name not in used]
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         lines = [f"\n  {what} ({len(n)}): " + ", ".join(n) for what, n in problems.items() if n]
+        if missing and sorted(map(_uncompiled, missing)) == sorted(map(_uncompiled, unexpected)):
+            lines.append(
+                "\n  These names differ by torch.compile's `_orig_mod.` alone: compile the same parts of the model as "
+                "when it was saved, or use `part.compile()`, which leaves names as they are."
+            )
         if lines:
             raise ValueError(f"{self.directory}: not a checkpoint of this model:" + "".join(lines))
 
@@ -250,6 +255,10 @@ class StateReader(ABC):
     def stored_name(self, name: str, stored: Mapping[str, object]) -> str:
         """The name itself where it is stored, else what it is an alias of."""
         return name if name in stored else self.aliases.get(name, name)
+
+
+def _uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def average_buffers(reader: StateReader) -> dict[str, torch.Tensor]:

@@ -466,7 +466,7 @@ class ZeroConfig(Section):
 
     broadcast_buffers: bool = True
     """Send rank 0's buffers (running statistics of BatchNorm, ...) to all ranks when gradients are reduced and a rank
-    has changed them, as DistributedDataParallel does. False: each rank keeps its own, and checkpoints hold rank 0's."""
+    may have changed them, as DistributedDataParallel does. False: each rank has its own; checkpoints hold rank 0's."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling."""

@@ -4,8 +4,11 @@ Forwards change buffers from a rank's own data (running statistics, ranges of ac
 would evaluate, and resume, with different ones. DDP sends all buffers before each forward. Here the message that ends a
 reduction of gradients has a bit for each buffer that a rank has changed since the last time, and those that any rank
 has changed are sent at once, in one message per dtype: what the next forward sees is the same, and nothing is sent
-where nothing changes. Changes are found by torch's version counters and by the identity of the tensors; running
-statistics, which torch's kernels write without counting, change in every step in which their module trains.
+where nothing changes. Changes are found by torch's version counters and by the identity of the tensors. Some writes are
+in neither: torch's kernels write running statistics without counting, and so do user modules through `buffer.data`,
+numpy or kernels of their own (codebooks of VQ-VAEs). So running statistics, and the persistent buffers of classes that
+are not torch's own, count as changed in every step in which their module trains. Buffers that are not persistent are
+constants (masks, frequencies) and go by their counters.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.dtensor import held_by
-from zero_strategy.runtime.torch_private import buffers_of, version_of
+from zero_strategy.runtime.torch_private import buffers_of, non_persistent_buffers, version_of
 
 _CHANGED, _RESIZED = 1, 2
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -35,6 +38,7 @@ class _Slot:
         name: Its name in the whole module.
         seen: The tensor when ranks were last equal; it is held, so that no other takes its identity meanwhile.
         version: Its version then.
+        layout: Its shape, dtype and device then.
     """
 
     owner: nn.Module
@@ -42,26 +46,43 @@ class _Slot:
     name: str
     seen: Tensor | None = None
     version: int = 0
+    layout: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def tensor(self) -> Tensor | None:
         """The present buffer."""
         found = buffers_of(self.owner).get(self.key)
         return None if found is None else held_by(found)
 
+    @property
+    def unseen(self) -> bool:
+        """True if the buffer may be written to without a count while its module trains."""
+        if self.key in _STATISTICS:
+            return True
+        own = type(self.owner).__module__.partition(".")[0] == "torch"
+        return not own and self.key not in non_persistent_buffers(self.owner)
+
     def note(self) -> None:
         """Ranks are equal now."""
         self.seen = self.tensor()
         self.version = 0 if self.seen is None else version_of(self.seen)
+        self.layout = _layout_of(self.seen)
+
+    def counted(self, present: Tensor) -> bool:
+        """True if the present buffer is another tensor, or was written to, as far as torch counts writes."""
+        return present is not self.seen or version_of(present) != self.version
 
     def change(self) -> int:
         """`_CHANGED` or `_RESIZED` if it is no longer what was noted, else 0."""
-        present, seen = self.tensor(), self.seen
-        if present is seen and (present is None or version_of(present) == self.version):
-            return _CHANGED if present is not None and self.key in _STATISTICS and self.owner.training else 0
-        if present is None or seen is None:
+        present = self.tensor()
+        if _layout_of(present) != self.layout:
             return _RESIZED
-        alike = present.shape == seen.shape and present.dtype == seen.dtype and present.device == seen.device
-        return _CHANGED if alike else _RESIZED
+        if present is None:
+            return 0
+        return _CHANGED if self.counted(present) or (self.owner.training and self.unseen) else 0
+
+
+def _layout_of(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def slots_of(module: nn.Module) -> list[_Slot]:
@@ -143,8 +164,9 @@ class SharedBuffers:
             return
         parts = flat.split([tensor.numel() for tensor in tensors])
         for slot, tensor, part in zip(slots, tensors, parts, strict=True):
-            # The kernels save them for a backward that does not read them, and that may come a second time.
-            target = tensor.data if slot.key in _STATISTICS else tensor
+            # Not counted where no count has changed: a graph that has saved the buffer may be gone through once more.
+            counted = slot.key not in _STATISTICS and slot.counted(tensor)
+            target = tensor.data if slot.unseen and not counted else tensor
             target.copy_(part.view(tensor.shape))
 
     def _replace(self, slots: Sequence[_Slot]) -> None:
