@@ -50,7 +50,6 @@ from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
 from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
 from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation
-from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.ops.library import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
@@ -68,6 +67,7 @@ from zero_strategy.planning.ledger import Ledger
 from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
 from zero_strategy.runtime.compute_device import occupy
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.observer import Observed
 from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sequence.group import SequenceGroup
@@ -101,7 +101,7 @@ def report_to_watchdog(
     ]
 
 
-class _Before:
+class _Before(EphemeralHook):
     """A forward begins: this rank has not been stopped by what befell it before."""
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -110,12 +110,6 @@ class _Before:
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._watchdog.progress()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 class _After(_Before):

@@ -47,8 +47,8 @@ from zero_strategy.diagnostics.step_clock import (
     peak_operations,
 )
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.planning.held import host_memory, resident
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.observer import Mark, Span, Transfer
 from zero_strategy.runtime.terminal import report
 from zero_strategy.runtime.torch_private import in_backward, uncompiled
@@ -433,7 +433,7 @@ class _ForwardHooks:
             handle.remove()
 
 
-class _Hook:
+class _Hook(EphemeralHook):
     """A hook of a whole module, whoever calls that; a copy of the module has none."""
 
     def __init__(self, told: Callable[[Any, Any], None]) -> None:
@@ -442,12 +442,6 @@ class _Hook:
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
         self._told(args, more)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 def _nothing() -> None:

@@ -9,7 +9,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from zero_strategy.fsdp.unshard import InertHook, Unit, owners
+from zero_strategy.fsdp.unshard import Unit, owners
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import compiled_frames
 
 
@@ -66,7 +67,7 @@ def _users(unit: Unit, root: nn.Module) -> list[nn.Module]:
     return [*([root] if mine else ()), *owners(unit, root)]
 
 
-class _ArrivalHook:
+class _ArrivalHook(EphemeralHook):
     """A forward pre-hook that runs once; inert in copies of the module, and without an engine, which has waited."""
 
     def __init__(self, arrivals: Arrivals, number: int) -> None:
@@ -76,9 +77,3 @@ class _ArrivalHook:
         """Wait for the values of the unit."""
         if (arrivals := self._arrivals()) is not None:
             arrivals.arrive(self._number)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()

@@ -17,7 +17,8 @@ from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.layout import Placement
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MovedStates
-from zero_strategy.fsdp.unshard import InertHook, Unit, owners, released_message
+from zero_strategy.fsdp.unshard import Unit, owners, released_message
+from zero_strategy.runtime.module_hooks import EphemeralHook, InertHook
 from zero_strategy.runtime.torch_private import put_back_map_tensors, replace_map_tensors
 
 
@@ -135,7 +136,7 @@ class _UnitGuard:
         self._unpin()
 
 
-class _Call:
+class _Call(EphemeralHook):
     """A hook that is a method of a watchdog; inert in copies of the module."""
 
     def __init__(self, watchdog: _UnitGuard, method: str) -> None:
@@ -144,15 +145,10 @@ class _Call:
     def __call__(self, *args: Any) -> None:
         getattr(self.watchdog, self.method)(*args)
 
-    def __deepcopy__(self, memo: Any) -> InertHook:
+    def check_copy(self, call: str) -> None:
+        """Raise while the unit's parameters are released: a copy would have none."""
         if not self.watchdog.unit.gathered:
-            raise RuntimeError(released_message("deepcopy", self.watchdog.unit.name))
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        if not self.watchdog.unit.gathered:
-            raise RuntimeError(released_message("pickling", self.watchdog.unit.name))
-        return InertHook, ()
+            raise RuntimeError(released_message(call, self.watchdog.unit.name))
 
 
 def is_guard(hook: Any) -> bool:

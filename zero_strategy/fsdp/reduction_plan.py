@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import PARAMETERS, MovedStates
-from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.offload.tier import Streams, streams_of
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import uncompiled
 
 _UNTOUCHED = 0x7FFF
@@ -217,7 +217,7 @@ class HookedReducer(Protocol):
     def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None: ...
 
 
-class Watcher:
+class Watcher(EphemeralHook):
     """A forward pre-hook of the root module: unfrozen parameters get master weights; an unfinished backward shows."""
 
     def __init__(self, reducer: HookedReducer, moved: MovedStates) -> None:
@@ -233,12 +233,6 @@ class Watcher:
         self.moved.check("a forward", (PARAMETERS,))
         if torch.is_grad_enabled():
             self.reducer.before_forward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 class ParameterHook:

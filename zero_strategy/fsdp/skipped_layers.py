@@ -33,7 +33,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.fsdp.unshard import InertHook, Unit, Unsharder, tensors_in
+from zero_strategy.fsdp.unshard import Unit, Unsharder, tensors_in
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import in_backward, uncompiled
 
 _PASSES = 64
@@ -116,7 +117,7 @@ class Pass:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Those with a higher one come later in forward, and earlier in backward."""
+        """The order of passes: a higher one comes later in forward, and earlier in backward."""
         return self.arrived, self._place
 
 
@@ -170,7 +171,7 @@ class SkippedLayers:
         self._open.append((owner, passes, Counter()))
 
     def owner_ends(self, owner: nn.Module, output: Any) -> None:
-        """It has ended with this result."""
+        """The forward of a module that holds lists has ended with this result."""
         if in_backward() or not self._open or self._open[-1][0] is not owner:
             return
         passes = self._open[-1][1]
@@ -347,7 +348,7 @@ class SkippedLayers:
         self._seen.clear()
 
     def _rest_of_all(self, turn: tuple[int, int], call: int | None = None) -> Iterator[Unit]:
-        """The same of all passes with a later turn that have begun in this backward, or should have.
+        """Gather what passes with a later turn have left that have begun in this backward, or should have.
 
         Args:
             turn: Of what comes next.
@@ -398,7 +399,7 @@ class _Begins:
             skipped.begin(self._pass)
 
 
-class _OwnerHook:
+class _OwnerHook(EphemeralHook):
     """Forward pre-hook (`enter`) or post-hook of a module that holds lists; inert in a copy of the module."""
 
     def __init__(self, skipped: SkippedLayers, lists: Sequence[LayerList], *, enter: bool) -> None:
@@ -410,12 +411,6 @@ class _OwnerHook:
             self._skipped.owner_begins(module, self._lists)
         else:
             self._skipped.owner_ends(module, output[0])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 def layer_lists(units: Sequence[Unit]) -> list[tuple[nn.Module, str, list[LayerList]]]:

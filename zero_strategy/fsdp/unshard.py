@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.runtime.module_hooks import EphemeralHook
+from zero_strategy.runtime.module_hooks import (
+    InertHook as InertHook,  # modules pickled by earlier versions name it here
+)
 from zero_strategy.runtime.torch_private import (
     children_of,
     in_backward,
@@ -497,7 +501,7 @@ class _OutputHook:
         unsharder.before_backward(unit, self._call, gradient)
 
 
-class _ForwardHook:
+class _ForwardHook(EphemeralHook):
     """Forward pre-hook (`enter`) or post-hook of one unit.
 
     A copy of the module (deepcopy) gets inert hooks when its parameters were whole, else the copy is refused by name.
@@ -571,15 +575,10 @@ class _ForwardHook:
                     self._left[value] = True
                     yield value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+    def check_copy(self, call: str) -> None:
+        """Raise while the unit's parameters are released: a copy would have none."""
         if not self.unit.gathered:
-            raise RuntimeError(released_message("deepcopy", self.unit.name))
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        if not self.unit.gathered:
-            raise RuntimeError(released_message("pickling", self.unit.name))
-        return InertHook, ()
+            raise RuntimeError(released_message(call, self.unit.name))
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -592,13 +591,6 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
             yield leaf
         elif depth and isinstance(attributes := getattr(leaf, "__dict__", None), dict):
             yield from tensors_in([held for held in attributes.values() if held is not leaf], depth - 1)
-
-
-class InertHook:
-    """Stand-in for a hook in a copy of a sharded module: nothing happens."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
 
 
 def released_message(call: str, unit: str) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.unshard import InertHook
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import uncompiled
 
 
@@ -317,7 +317,7 @@ class UnevenTraining:
         return next(iter(told.values()), None)
 
 
-class _BeforeForward:
+class _BeforeForward(EphemeralHook):
     """The hook of one model."""
 
     def __init__(self, training: UnevenTraining, number: int) -> None:
@@ -327,6 +327,3 @@ class _BeforeForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Tell the others."""
         self._training.before_forward(self._number)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()

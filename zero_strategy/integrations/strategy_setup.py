@@ -33,10 +33,10 @@ from zero_strategy.config import (
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.released import ANOTHER_STRATEGY
-from zero_strategy.fsdp.unshard import InertHook
 from zero_strategy.integrations.sequence_models import divide_sequences
 from zero_strategy.integrations.takeover import take_over
 from zero_strategy.integrations.tensor_models import divide_if_asked
+from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import map_tensors
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ def _differences(slot: _EngineSlot, config: ResolvedConfig, compute_dtype: torch
     return found
 
 
-class OtherStrategy:
+class OtherStrategy(EphemeralHook):
     """A forward pre-hook of a LightningModule that an engine shards: another strategy is told before it trains it."""
 
     def __call__(self, module: Any, args: Any) -> None:
@@ -364,12 +364,6 @@ class OtherStrategy:
                 f"{type(module).__name__} is sharded by ZeroStrategy, so {type(strategy).__name__} cannot train it. "
                 f"{ANOTHER_STRATEGY}"
             )
-
-    def __deepcopy__(self, memo: Any) -> InertHook:
-        return InertHook()
-
-    def __reduce__(self) -> Any:
-        return InertHook, ()
 
 
 def _tell_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
