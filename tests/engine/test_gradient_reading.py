@@ -180,6 +180,26 @@ def test_all_kinds_of_uses(ranks: Launcher, stage: int) -> None:
             assert f"'blocks.0.up.weight': at stage {stage} no rank holds it whole" in message
 
 
+def exported(stage: int) -> tuple[bool, list[Any]]:
+    """True if a model that is exported while it has gradients gives its own numbers; what these say of views."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    ZeroEngine(model, load_config(stage=stage, units={"min_numel": 0}))
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    model(x).square().sum().backward()
+    with torch.no_grad():
+        same = torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    views = [each for gradient in gradients for each in (gradient, gradient.view(-1))]
+    return same, [(each._is_view(), each._base) for each in views]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_model_with_gradients_is_exported(ranks: Launcher, stage: int) -> None:
+    for found in ranks(2)(exported, stage):
+        assert found == (True, [(False, None)] * 8)
+
+
 def scale_all(model: nn.Module) -> list[Tensor]:
     """Every way to multiply gradients by a number in place, and torch's clipping by norm; gives the norms."""
     norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.3), nn.utils.clip_grad_norm_(model.parameters(), 9.0)]

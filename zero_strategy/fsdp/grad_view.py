@@ -65,6 +65,9 @@ _SCALINGS: dict[Any, Callable[[Tensor, Any], object]] = {
     foreach_div_: Tensor.div_,
 }
 """Multiplications in place, of one tensor or several, with what each does to one."""
+_OF_VIEWS: dict[Any, bool | None] = {Tensor._is_view: False, Tensor._base.__get__: None}  # type: ignore[union-attr]
+"""What autograd's own gradients answer. A class is given by a view, whose base would be sealed by another view of it,
+without an end for who follows bases, as torch.export does."""
 _ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
 
 
@@ -106,6 +109,8 @@ class GradientProxy(Tensor):
             RuntimeError: For writes other than multiplications by one number.
         """
         call, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func in _OF_VIEWS:
+            return _OF_VIEWS[func]
         if _is_scaling(func, args, kwargs):
             for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 _scale(one, _SCALINGS[func], args[1])
@@ -160,6 +165,8 @@ class FetchedGradient(Tensor):
             RuntimeError: For writes.
         """
         kwargs = kwargs or {}
+        if func in _OF_VIEWS:
+            return _OF_VIEWS[func]
         _refuse_writes(func, args, kwargs, _FLAGS)
         return cls.call(func, args, kwargs)
 
