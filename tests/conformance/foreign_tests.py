@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,6 @@ LIGHTNING = Suite(
             "isfile|IsADirectoryError|Is a directory",
         ),
         Design("It needs a package that is not installed.", "No module named|is available. Try|not met"),
-        Design("The source tree is of another version than the installed package.", "cannot import name"),
         Design("`storage_options` have no use for a directory, which the error says.", "storage_options"),
         Design("A sharded module is not pickled: its parameters are released.", "pickling of a sharded module"),
         Design(
@@ -160,6 +160,8 @@ def section(
     suite: Suite, entries: Sequence[dict[str, Any]], stage: int, complete: bool = True
 ) -> tuple[str, list[str]]:
     """The text of a suite's section, and the names of failed tests that no reason explains."""
+    files = sorted({entry["test"].rpartition("/")[2] for entry in entries if entry["when"] == "collect"})
+    entries = [entry for entry in entries if entry["when"] != "collect"]
     counts = collections.Counter(entry["outcome"] for entry in entries)
     ours = sum(entry["ours"] for entry in entries if entry["outcome"] == "passed")
     explained: dict[str, list[str]] = {}
@@ -188,6 +190,11 @@ def section(
         "",
         *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
     ]
+    if files:
+        words = (
+            f"Files whose import fails, for want of a package or of data: {', '.join(f'`{name}`' for name in files)}."
+        )
+        lines += ["", *textwrap.wrap(words, 100)]
     if not complete:
         last = entries[-1]["test"].rpartition("/")[2]
         lines += ["", "The run ended when its time was over; the last test was", f"`{last.partition('[')[0]}`."]
