@@ -191,9 +191,7 @@ def section(
         *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
     ]
     if files:
-        words = (
-            f"Files whose import fails, for want of a package or of data: {', '.join(f'`{name}`' for name in files)}."
-        )
+        words = f"Files that cannot be imported here: {', '.join(f'`{name}`' for name in files)}."
         lines += ["", *textwrap.wrap(words, 100)]
     if not complete:
         last = entries[-1]["test"].rpartition("/")[2]
