@@ -31,6 +31,13 @@ class Recorder:
             made = report.nodeid in self.made
             file.write(json.dumps({**entry, "ours": made, "seconds": round(report.duration, 1)}) + "\n")
 
+    def write_failed_file(self, report: Any) -> None:
+        """Note a file that cannot be imported, with the last line of its error."""
+        lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E")]
+        entry = {"test": report.nodeid, "when": "collect", "outcome": "failed", "words": "\n".join(lines)[-600:]}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**entry, "ours": False, "seconds": 0.0}) + "\n")
+
 
 RECORDER = Recorder(os.environ.get("OUTCOMES", os.devnull))
 """One per process, as pytest's hooks are functions of a module."""
@@ -49,3 +56,9 @@ def pytest_runtest_setup(item: Any) -> None:
 def pytest_runtest_logreport(report: Any) -> None:
     """A phase of a test ended."""
     RECORDER.write(report)
+
+
+def pytest_collectreport(report: Any) -> None:
+    """A file was read; note those that cannot be imported."""
+    if report.failed:
+        RECORDER.write_failed_file(report)
