@@ -32,6 +32,7 @@ from tests.models import build, loss_fn, make_batch
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
+from zero_strategy.convert import checkpoint_in
 from zero_strategy.engine import ZeroEngine
 
 ROWS = 4
@@ -196,12 +197,13 @@ def _step(engine: ZeroEngine, optimizer: torch.optim.Optimizer, shape: Shape, ra
 
 
 def _resume(engine: ZeroEngine, folder: Path, notes: Journal) -> int:
-    if not (folder / "latest").exists():
+    newest = checkpoint_in(folder) if folder.is_dir() else None  # `latest` comes after the first checkpoint
+    if newest is None:
         notes.note(resumed=0)
         return 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        reader = engine.load(folder)
+        reader = engine.load(folder / newest)
     step = int(reader.manifest.user["step"])
     problems = list(verify(reader.directory).problems)
     warned = [str(warning.message) for warning in caught if "latest" in str(warning.message)]

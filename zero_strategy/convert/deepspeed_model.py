@@ -180,7 +180,8 @@ def loss_scaler_state(scaler: Any, skipped: int) -> dict[str, Any] | None:
     elif scale == 1.0:
         return None
     found = {"scale": scale, "good_steps": good, "skipped": skipped}
-    if isinstance(tolerated := state.get("cur_hysteresis"), int):
+    tolerated = state.get("cur_hysteresis")
+    if isinstance(tolerated, int) and state.get("delayed_shift", tolerated) > 1:
         found["until_lower"] = tolerated
     return found
 

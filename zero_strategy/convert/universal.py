@@ -272,7 +272,8 @@ def _elements(state: PortableState, optimizer: PortableOptimizer) -> int:
 
 
 def _scaler(scaler: Mapping[str, Any]) -> Any:
-    """DeepSpeed's scaler, with its default window, minimum and hysteresis."""
+    """DeepSpeed's scaler, with its default window and minimum; hysteresis, if the run had any, is its default."""
+    tolerated = int(scaler.get("until_lower", 0))
     attributes = {
         "cur_scale": float(scaler["scale"]),
         "dynamic": True,
@@ -281,8 +282,8 @@ def _scaler(scaler: Mapping[str, Any]) -> Any:
         "scale_factor": 2.0,
         "scale_window": 1000,
         "min_scale": 1,
-        "delayed_shift": 2,
-        "cur_hysteresis": 2,
+        "delayed_shift": max(2, tolerated) if tolerated else 1,
+        "cur_hysteresis": tolerated or 1,
         "consecutive_hysteresis": False,
         "raise_error_at_min_scale": True,
         "dtype": torch.half,

@@ -27,6 +27,8 @@ from torch import Tensor
 from zero_strategy.fsdp.dtensor import held_by, like, local_values, whole_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.runtime.torch_private import (
+    BASE_OF_VIEW,
+    IS_VIEW,
     DisableTorchFunctionSubclass,
     foreach_div_,
     foreach_mul_,
@@ -65,7 +67,7 @@ _SCALINGS: dict[Any, Callable[[Tensor, Any], object]] = {
     foreach_div_: Tensor.div_,
 }
 """Multiplications in place, of one tensor or several, with what each does to one."""
-_OF_VIEWS: dict[Any, bool | None] = {Tensor._is_view: False, Tensor._base.__get__: None}  # type: ignore[union-attr]
+_OF_VIEWS: dict[Any, bool | None] = {IS_VIEW: False, BASE_OF_VIEW: None}
 """What autograd's own gradients answer. A class is given by a view, whose base would be sealed by another view of it,
 without an end for who follows bases, as torch.export does."""
 _ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")

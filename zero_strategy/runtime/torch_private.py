@@ -180,6 +180,9 @@ METADATA_GETTERS = tuple(
 )
 """Functions, as `__torch_function__` sees them, that read a tensor's undocumented attributes; none reads values."""
 
+IS_VIEW, BASE_OF_VIEW = Tensor._is_view, Tensor._base.__get__  # type: ignore[union-attr]
+"""Functions, as `__torch_function__` sees them, that tell whether a tensor is a view for autograd, and of what."""
+
 METADATA_SETTERS = tuple(getattr(Tensor, name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 """Functions, as `__torch_function__` sees them, that write such attributes."""
 
