@@ -32,7 +32,7 @@ from tests.models import build, loss_fn, make_batch
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.config import load_config
-from zero_strategy.convert import checkpoint_in
+from zero_strategy.convert.convert import checkpoint_in
 from zero_strategy.engine import ZeroEngine
 
 ROWS = 4
