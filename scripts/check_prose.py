@@ -1,6 +1,6 @@
 """Check the prose of docs and docstrings: lengths of lines, first words, the size of the map of the architecture.
 
-Docstrings of the packages at the core open with a whole sentence: a subject or an imperative.
+Docstrings of the package open with a whole sentence: a subject or an imperative.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ RIDDLES = frozenset(["What", "Which", "Where", "How", "Whether", "Who", "Whoever
 
 FRAGMENTS = re.compile(r"(Of|As|Those|Its|It|By|To|From|In|At|With|And|Likewise|The same)\b")
 """Openings of docstrings that leave their subject to the reader."""
-WHOLE_SENTENCES = frozenset(["fsdp", "optim", "engine.py", "comm", "pipeline"])
-"""Parts of `zero_strategy` whose docstrings name their subject."""
 
 
 class Finding(NamedTuple):
@@ -69,19 +67,14 @@ def riddles(path: Path) -> Iterator[Finding]:
 
 
 def fragments(root: Path) -> Iterator[Finding]:
-    """Docstrings of the core that begin without a subject or a verb."""
-    package = root / "zero_strategy"
-    for path in (path for part in sorted(WHOLE_SENTENCES) for path in _sources(package / part)):
+    """Docstrings of the package's classes and functions that begin without a subject or a verb."""
+    for path in sorted((root / "zero_strategy").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
             if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if first := FRAGMENTS.match(ast.get_docstring(node) or ""):
                 message = f"a docstring opens with {first[0]!r}; say what it is or does in a sentence of its own"
                 yield Finding(path, node.body[0].lineno, message)
-
-
-def _sources(part: Path) -> list[Path]:
-    return sorted(part.rglob("*.py")) if part.is_dir() else [part] if part.is_file() else []
 
 
 def long_map(root: Path) -> Iterator[Finding]:

@@ -448,7 +448,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same as `checkpoint`, which never is re-entrant here: frozen inputs, nesting and keywords are fine."""
+    """See `checkpoint`, which never is re-entrant here: frozen inputs, nesting and keywords are fine."""
     return PROCESS.checkpointer.checkpoint(function, *args, **kwargs)
 
 

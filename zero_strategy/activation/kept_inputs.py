@@ -148,7 +148,7 @@ class ContiguousMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer."""
         return 0 if self._buffer is None else self._number * self._slot_bytes
 
     def _make(self, nbytes: int, device: torch.device, layout: str) -> None:

@@ -52,7 +52,7 @@ def model_storages(model: ShardedModel) -> frozenset[int]:
 
 
 def storage_keys(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """By what the memory of living tensors is known."""
+    """Keys by which the memory of living tensors is known."""
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in tensors)
 
 

@@ -321,13 +321,13 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Of torch on the host and on the current CUDA device, and of Python."""
+        """The present state of torch on the host and on the current CUDA device, and of Python."""
         device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         return cls(torch.get_rng_state(), random.getstate(), device)
 
     @classmethod
     def seeded(cls, seed: int) -> RandomState:
-        """As after seeding with it; the generators stay where they are."""
+        """The state after seeding; the generators stay where they are."""
         with kept_random_state():
             torch.manual_seed(seed)
             random.seed(seed)

@@ -143,7 +143,7 @@ class BufferStates:
         self._learning = True
 
     def before(self) -> list[BufferState]:
-        """To be called before a forward."""
+        """Note the state before a forward."""
         return [
             BufferState(owner, name, buffer, version_of(buffer), self._copy(owner, name, buffer))
             for owner in self._module.modules()
@@ -155,7 +155,7 @@ class BufferStates:
         return buffer.detach().clone() if self._learning or (id(owner), name) in self._changing else None
 
     def after(self, states: Sequence[BufferState]) -> list[BufferState]:
-        """To be called after it; gives those that it changed."""
+        """After a forward, give those that it changed."""
         self._changing |= {(id(state.owner), state.name) for state in states if self._has_changed(state)}
         self._learning = False
         return [s for s in states if s.copy is not None and (id(s.owner), s.name) in self._changing]

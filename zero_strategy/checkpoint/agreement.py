@@ -90,7 +90,7 @@ class Catalog:
         return [spec.name for spec in self.weights]
 
     def without(self, names: Collection[str]) -> Catalog:
-        """The same, some tensors left out."""
+        """A table with some tensors left out."""
         if not names:
             return self
         weights = [spec for spec in self.weights if spec.name not in names]
@@ -294,7 +294,7 @@ def _typed(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _digest_of(tables: list[OptimizerTable]) -> int:
-    """Of the values of each table, which are the same for all its parameters; 63 bits."""
+    """A hash, of 63 bits, of each table's values, which are the same for all its parameters."""
     values = [_typed(next(iter(table.scalars.values()))) if table.scalars else [] for table in tables]
     return int(xxhash.xxh3_64_intdigest(repr(values).encode()) >> 1)
 

@@ -89,7 +89,7 @@ class DeferredWeights:
 
     @property
     def shapes(self) -> dict[int, torch.Size]:
-        """Of each parameter as it is stored, by its id; those of a copied module have other ids."""
+        """Shapes of parameters as they are stored, by id; those of a copied module have other ids."""
         return {id(parameter): shape for (parameter, _), shape in zip(self.parameters, self._shapes, strict=True)}
 
     def attach(self, module: nn.Module) -> None:
@@ -116,7 +116,7 @@ class DeferredWeights:
         self.parameters = [(replaced.get(parameter, parameter), source) for parameter, source in self.parameters]
 
     def part_for(self, module: nn.Module) -> DeferredWeights:
-        """Those of the parameters that a module has."""
+        """The part for the parameters that a module has."""
         own = {id(parameter) for parameter in module.parameters()}
         kept = [(entry, shape) for entry, shape in zip(self.parameters, self._shapes) if id(entry[0]) in own]
         part = DeferredWeights(self.directory, [entry for entry, _ in kept])

@@ -98,7 +98,7 @@ def remove_leftovers_of(target: Path, receipts: str, keep: Collection[Path] = ()
 
 
 class _Verdict(NamedTuple):
-    """Of the process that left a mark: it has ended, it is this one, or why that cannot be known (to warn of)."""
+    """Verdict on a mark's process: it has ended, it is this one, or why that cannot be known (to warn of)."""
 
     gone: bool = False
     own: bool = False

@@ -255,7 +255,7 @@ def _master_and_weights(bucket: ParameterBucket, start: int, values: Tensor) -> 
 
 
 def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, Tensor], object]:
-    """The same, counted from `first`."""
+    """A range counted from `first`."""
     return lambda start, values: write(first + start, values)
 
 

@@ -90,7 +90,7 @@ class StepWatch:
 
     @contextmanager
     def at_boundary(self, call: Callable[[Due], object] | None) -> Iterator[None]:
-        """In the block this is called on all ranks after the step before which some rank was signalled."""
+        """Let this be called, in the block, on all ranks after the step before which a rank was signalled."""
         earlier, self._at_boundary = self._at_boundary, call
         try:
             yield
@@ -175,7 +175,7 @@ _GOES_ON = ("SIGUSR1", "SIGUSR2")
 
 
 def named_signals(names: Iterable[str]) -> list[signal.Signals]:
-    """Those that this platform has."""
+    """Signals that this platform has."""
     return [getattr(signal, name) for name in dict.fromkeys(names) if hasattr(signal, name)]
 
 
@@ -247,7 +247,7 @@ def save_on_signal(
     save: Callable[[], object] | None = None,
     at_call: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """In the block, a signal to any rank makes all ranks save after their next optimizer step.
+    """Let a signal to any rank in the block make all ranks save after their next optimizer step.
 
     After SIGUSR1 and SIGUSR2 training goes on; after any other signal `Preempted` (a `SystemExit`, code 143) is raised
     on all ranks. A second one does what it did before the block, and so does one that finds no step any more.

@@ -151,7 +151,7 @@ Part = TypeVar("Part", Block, Slice)
 
 
 def _overlapping(parts: list[Part], start: int, stop: int) -> list[Part]:
-    """Those that have elements of [start, stop), of parts in order."""
+    """Parts, of some in order, that have elements of [start, stop)."""
     if start >= stop:
         return []
     first = bisect_right(parts, start, key=lambda part: part.stop)
@@ -190,7 +190,7 @@ def blocks_of(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]
 
 @dataclass
 class Checksums:
-    """Of one checkpoint.
+    """Checksums of one checkpoint.
 
     Attributes:
         files: Path -> checksum; of a file with tensors its header's, of any other the whole content's.
@@ -246,7 +246,7 @@ class Checksums:
                 raise ValueError(f"{source}: the checksums of tensor {name!r} end at element {end} of {numel}")
 
     def to_json(self) -> dict[str, object]:
-        """As JSON can hold it; a block is "start:stop:checksum"."""
+        """A form for JSON; a block is "start:stop:checksum"."""
         tensors = {path: dict(sorted(found.items())) for path, found in sorted(self.tensors.items())}
         return {"files": dict(sorted(self.files.items())), "tensors": ranges_to_json(tensors)}
 
@@ -374,7 +374,7 @@ class PieceTable:
         return found
 
     def to_json(self) -> dict[str, object]:
-        """As JSON can hold it; a slice is "start:stop:rank:offset"."""
+        """A form for JSON; a slice is "start:stop:rank:offset"."""
         return {
             "folder": self.folder,
             "ranks": {str(rank): list(entry) for rank, entry in sorted(self.ranks.items())},

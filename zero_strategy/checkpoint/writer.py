@@ -66,7 +66,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.data.numel()
 
     @property
@@ -98,7 +98,7 @@ class LatePiece:
     load: Callable[[], torch.Tensor]
 
     def loaded(self) -> Piece:
-        """With its elements in memory."""
+        """A copy with its elements in memory."""
         return Piece(self.name, self.start, self.load())
 
 

@@ -192,7 +192,7 @@ def _less_staying(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
 
 
 def _largest_resident(plan: MemoryPlan, budget: Budget, low: int, high: int | None = None) -> int | None:
-    """By the rank that is the fullest as it is, for a plan of each rank takes long; then looked at for all."""
+    """Choose by the fullest rank, for a plan of each rank takes long; then look at all."""
     rank = plan.fullest_rank()
 
     def fits_one(other: MemoryPlan) -> bool:
@@ -524,7 +524,7 @@ def longest_sequences(plan: MemoryPlan, budget: Budget, micro_batch: int = 1) ->
 
 
 def _longest(base: MemoryPlan, budget: Budget, micro_batch: int, setting: Longest) -> Longest:
-    """In steps that can be divided."""
+    """The longest that fits, in steps that can be divided."""
     step = 2 * setting.sequence
 
     def plan_of(count: int) -> MemoryPlan:
@@ -554,7 +554,7 @@ def longest_table(found: Sequence[Longest]) -> str:
 
 
 def longest_json(found: Sequence[Longest]) -> list[dict[str, object]]:
-    """The same as plain types."""
+    """The figures as plain types."""
     return [
         {
             "activation_checkpointing": entry.mode,
@@ -586,7 +586,7 @@ def largest_table(models: list[Largest]) -> str:
 
 
 def largest_json(models: list[Largest]) -> list[dict[str, object]]:
-    """The same as plain types."""
+    """The figures as plain types."""
     return [
         {
             "stage": entry.stage,

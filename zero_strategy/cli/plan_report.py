@@ -64,7 +64,7 @@ def _dtype(plan: MemoryPlan) -> str:
 
 
 def report_text(plan: MemoryPlan, found: dict[str, Any], machine: Machine, by: tuple[Key, ...] = ()) -> str:
-    """The same for people."""
+    """The report for people."""
     settings = found["settings"]
     frozen = found["parameters"] - found["trainable"]
     facts = [

@@ -120,7 +120,7 @@ def _memory(records: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def _flows(run: RecordedRun) -> list[dict[str, Any]]:
-    """By kind: bytes and calls of a step of a rank, and the rate while something moved."""
+    """Bytes and calls of a rank's step, and the rate while something moved, by kind."""
     every = [record for records in run.steps.values() for record in records]
     found = []
     for kind in sorted({kind for record in every for kind in record.flows}):

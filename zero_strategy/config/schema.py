@@ -90,7 +90,7 @@ class CommunicationConfig(Section):
 
 @dataclass
 class PrecisionConfig(Section):
-    """In what precision state is kept and summed. The framework sets that of the computation."""
+    """Precision in which state is kept and summed. The framework sets that of the computation."""
 
     prefix: ClassVar[str] = "precision."
 
@@ -444,7 +444,7 @@ class ZeroConfig(Section):
     """What ranks send each other."""
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """In what precision state is kept and summed."""
+    """Precision in which state is kept and summed."""
 
     gradient_reduction: str | None = field(default=None, metadata=one_of("per_step", "per_micro_batch"))
     """When gradients are reduced across ranks. None: derived, ``per_step`` for stages 0 and 1 (fewest bytes

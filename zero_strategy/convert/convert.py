@@ -304,7 +304,7 @@ def free_place(target: str | os.PathLike[str], to_format: str) -> Path:
 
 
 def cast_weights(state: PortableState, dtype: torch.dtype) -> PortableState:
-    """The same state with floating-point weights of another dtype; other weights stay.
+    """A state with floating-point weights of another dtype; other weights stay.
 
     Nothing that an optimizer needs is lost: fp32 weights that become narrower are kept as its master weights, and
     master weights become the weights again where these become fp32.

@@ -238,7 +238,7 @@ class LazyPlanner(DefaultSavePlanner):  # type: ignore[misc, unused-ignore]
         self._stored: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
 
     def placeholders(self, value: Any) -> Any:
-        """The same nested state, with a placeholder that takes no memory for each stored tensor."""
+        """The nested state, with a placeholder that takes no memory for each stored tensor."""
         if isinstance(value, StoredTensor):
             tensor = torch.empty((), dtype=value.spec.dtype).expand(value.spec.shape)
             self._stored[id(tensor)] = (tensor, value)
@@ -379,7 +379,7 @@ def _optimizer(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(value: Any) -> Any:
-    """With tensors instead of what can load them."""
+    """Put tensors in the place of what can load them."""
     if isinstance(value, StoredTensor):
         return loaded(value)
     if isinstance(value, dict):

@@ -649,7 +649,7 @@ def _giving(tensor: torch.Tensor) -> Source:
 
 
 def cast(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    """The same tensor, rounded to another dtype."""
+    """The tensor, rounded to another dtype."""
     spec = TensorSpec(stored.spec.name, dtype, stored.spec.shape)
     return StoredTensor(spec, lambda: stored.load().to(dtype))
 

@@ -104,7 +104,7 @@ def _place_averages(content: dict[str, Any], averaged: PortableState, extra: Map
 
 
 def with_grad_scaler(checkpoint: dict[str, Any], scaler: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The same with the loss scale where Lightning's own `16-mixed` plugin looks for it, in torch's form.
+    """The checkpoint with the loss scale where Lightning's own `16-mixed` plugin looks for it, in torch's form.
 
     Args:
         checkpoint: The Trainer's checkpoint dict.
@@ -134,7 +134,7 @@ def _rest(state: PortableState) -> dict[str, Any]:
 
 
 def _told(state: PortableState, progress: Progress) -> PortableState:
-    """The same, telling of every tensor that is loaded."""
+    """A state that tells of every tensor that is loaded."""
 
     def telling(tensor: StoredTensor) -> StoredTensor:
         def load() -> torch.Tensor:

@@ -67,7 +67,7 @@ class SubparamShape:
 
     @classmethod
     def of(cls, value: object) -> SubparamShape:
-        """From a mapping with these keys, or an object of a pickle with this state.
+        """Make one from a mapping with these keys, or an object of a pickle with this state.
 
         Raises:
             ValueError: If one is missing or malformed.
@@ -136,7 +136,7 @@ class MergeRules:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None) -> MergeRules:
-        """From `universal_checkpoint_info`; other keys have no effect.
+        """Make one from `universal_checkpoint_info`; other keys have no effect.
 
         Raises:
             ValueError: If an entry is malformed.

@@ -92,7 +92,7 @@ class _Way:
 def _assignments(
     groups: Sequence[Sequence[Shape | None]], shapes: Sequence[Shape], may_skip: bool
 ) -> list[list[list[int]]]:
-    """At most two assignments: of each group the numbers of its weights.
+    """Up to two assignments: of each group the numbers of its weights.
 
     Weight by weight, each state (how many parameters of each group are taken) keeps at most two ways that lead there.
     """

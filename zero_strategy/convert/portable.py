@@ -66,7 +66,7 @@ class StoredTensor:
         return cls(TensorSpec.of(name, tensor), lambda: tensor.detach().cpu())
 
     def named(self, name: str) -> StoredTensor:
-        """The same under another name."""
+        """A copy under another name."""
         return StoredTensor(TensorSpec(name, self.spec.dtype, self.spec.shape), self.load)
 
 
@@ -91,7 +91,7 @@ class PortableOptimizer:
     unnamed: str = ""
 
     def with_names(self, names: Sequence[str], weights: Mapping[str, StoredTensor]) -> PortableOptimizer:
-        """The same state with names instead of numbers.
+        """The state with names instead of numbers.
 
         Args:
             names: Of all parameters, through the groups.
@@ -272,7 +272,7 @@ def portable_of(reader: StateReader) -> PortableState:
 
 
 def without_averages(state: PortableState) -> PortableState:
-    """The same state without running averages of weights, which formats of others do not know."""
+    """The state without running averages of weights, which formats of others do not know."""
     optimizers = [
         replace(optimizer, kinds={kind: found for kind, found in optimizer.kinds.items() if kind != AVERAGE})
         for optimizer in state.optimizers

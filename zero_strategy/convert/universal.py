@@ -236,7 +236,7 @@ def _layout(rule: Rule) -> dict[str, Any]:
 
 
 def _step_value(optimizer: PortableOptimizer, step: Scalar, *, number: bool = False) -> Any:
-    """As torch's optimizers have it, a 0-d tensor, if it was one; as DeepSpeed's have it, a number, otherwise."""
+    """A 0-d tensor, as torch's optimizers have it, if it was one; else a number, as DeepSpeed's have it."""
     dtype = optimizer.scalar_dtypes.get("step")
     return step if dtype is None or number else torch.tensor(step, dtype=getattr(torch, dtype))
 

@@ -359,7 +359,7 @@ def _leaf(value: Any, leaves: list[Tensor]) -> Any:
 
 
 def _gradients_of(call: Call, outputs: list[Tensor]) -> list[Tensor | None]:
-    """As they were; ones where none was kept at all."""
+    """Gradients as they were; ones where none was kept at all."""
     if len(call.gradients) != len(outputs) or all(gradient is None for gradient in call.gradients):
         return [torch.ones_like(output) for output in outputs]
     return list(call.gradients)

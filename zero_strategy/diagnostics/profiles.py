@@ -30,7 +30,7 @@ _logs: WeakSet[MessageLog] = WeakSet()
 
 
 class MessageLog:
-    """Of one engine and rank.
+    """Messages of one engine and rank.
 
     Args:
         engine: The engine.
@@ -102,7 +102,7 @@ def _size(nbytes: float) -> str:
 
 @dataclass
 class Spent:
-    """In all forwards of one module, what is inside of it included.
+    """Time spent in all forwards of one module, with what is inside of it.
 
     Attributes:
         operations: Of products and attention; a multiplication and an addition are two.

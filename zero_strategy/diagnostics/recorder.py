@@ -531,7 +531,7 @@ class MemoryUse:
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> MemoryUse:
-        """At this moment.
+        """The figures of this moment.
 
         Args:
             root: Where `proc` is.

@@ -140,7 +140,7 @@ class StepRecord:
         return None if self.operations is None or not self.peak else self.operations / self.peak
 
     def rate(self, count: float | None) -> float | None:
-        """Of something per second of the step."""
+        """A rate per second of the step."""
         return None if count is None or self.seconds <= 0 else count / self.seconds
 
     def to_json(self) -> dict[str, Any]:

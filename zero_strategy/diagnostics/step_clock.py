@@ -279,7 +279,7 @@ class FlopMeter:
         self._counted[key], self._amounts[key] = operations.total, _size(inputs)
 
     def operations(self, inputs: Any) -> int | None:
-        """Of the forward and backward of these inputs; None if nothing was counted."""
+        """Operations of the forward and backward of these inputs; None if nothing was counted."""
         key = _key(inputs)
         if key in self._counted or not self._counted:
             return self._counted.get(key)
@@ -396,7 +396,7 @@ class Traffic:
                 self._fold()
 
     def take(self) -> dict[str, Flow]:
-        """By kind, what has been noted since this was called last."""
+        """Give, by kind, what has been noted since this was called last."""
         with self._lock:
             self._fold()
             found, self._folded = self._folded, {}
@@ -411,7 +411,7 @@ class Traffic:
 
 
 def flows(moved: Iterable[Moved]) -> dict[str, Flow]:
-    """By kind, in alphabetical order."""
+    """Flows by kind, in alphabetical order."""
     by_kind: dict[str, list[Moved]] = {}
     for one in moved:
         by_kind.setdefault(one.kind, []).append(one)

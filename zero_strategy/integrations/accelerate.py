@@ -196,7 +196,7 @@ class ZeroAccelerator(Accelerator):
     # ---- prepare ----
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; models come first, in whatever order they are given, for optimizers update their shards."""
+        """See Accelerate's: models come first, in whatever order they are given, for optimizers update their shards."""
         models = [index for index, item in enumerate(objects) if isinstance(item, nn.Module)]
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
@@ -293,7 +293,7 @@ class ZeroAccelerator(Accelerator):
         self._prepared.attach(optimizer, [prepared.optimizer for prepared in self._optimizers])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerate's: a step of it is one per process, which is told once."""
+        """See Accelerate's: a step of it is one per process, which is told once."""
         every = self.step_scheduler_with_optimizer and not self.split_batches
         copies, _ = self._shares
         if every and copies > 1 and not self._told_factor and self.is_local_main_process:
@@ -312,7 +312,7 @@ class ZeroAccelerator(Accelerator):
         return self._schedulers[-1]
 
     def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Accelerate's; ranks of one pipeline, of one sequence, or of the same layers get the same batches.
+        """See Accelerate's: ranks of one pipeline, of one sequence, or of the same layers get the same batches.
 
         Raises:
             ValueError: If one process would read for all ranks.
@@ -358,7 +358,7 @@ class ZeroAccelerator(Accelerator):
         raise ValueError("the loader divides sequences among the ranks of a model: prepare the model first, or too")
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's: of all processes; inside `gather_for_metrics` of those that had different samples."""
+        """See Accelerate's: of all processes; inside `gather_for_metrics` of those that had different samples."""
         found = super().gather(tensor)
         if not self._distinct:
             return found
@@ -366,7 +366,7 @@ class ZeroAccelerator(Accelerator):
         return recursively_apply(lambda x: torch.cat(x.chunk(processes)[::every]), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's; of ranks that had the same samples, one counts."""
+        """See Accelerate's: of ranks that had the same samples, one counts."""
         if self._alike == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         objects = use_gather_object or _has_objects(input_data)
@@ -380,7 +380,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def maybe_context_parallel(self, *arguments: Any, **keywords: Any) -> Iterator[None]:
-        """As Accelerate's, but buffers stay whole: a prepared model takes this rank's tokens of what it is given."""
+        """See Accelerate's, but buffers stay whole: a prepared model takes this rank's tokens of what it is given."""
         if self.zero_config.mesh.sequence > 1:
             yield
             return
@@ -426,7 +426,7 @@ class ZeroAccelerator(Accelerator):
         return self.engines[id(model)].full_state_dict(keep=not self._on_main or self.process_index == 0)
 
     def main_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """As `get_state_dict`, but only on rank 0, and empty elsewhere, for saving; all ranks call it."""
+        """See `get_state_dict`, but only on rank 0, and empty elsewhere, for saving; all ranks call it."""
         self._on_main = True
         try:
             return self.get_state_dict(model)
@@ -434,7 +434,7 @@ class ZeroAccelerator(Accelerator):
             self._on_main = False
 
     def save_model(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        """As Accelerate's, whose rank 0 writes: no other rank keeps the state dict."""
+        """See Accelerate's, whose rank 0 writes: no other rank keeps the state dict."""
         self._on_main = True
         try:
             return super().save_model(model, *arguments, **keywords)
@@ -442,7 +442,7 @@ class ZeroAccelerator(Accelerator):
             self._on_main = False
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; engines of the models that are given end, others stay sharded for a next training.
+        """See Accelerate's: engines of the models that are given end, others stay sharded for a next training.
 
         All ranks call it. A model whose engine has ended keeps what it has: at stage 3, this rank's slices.
         """
@@ -453,7 +453,7 @@ class ZeroAccelerator(Accelerator):
     # ---- a step ----
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
-        """As Accelerate's; a pipeline's gradients, which are there already, come to light.
+        """See Accelerate's: a pipeline's gradients, which are there already, come to light.
 
         Raises:
             RuntimeError: If the loss uses released parameters outside of their module's forward (stage 3), naming them.
@@ -565,7 +565,7 @@ class ZeroAccelerator(Accelerator):
                 self._prepared.followers = None
 
     def log_parameter_norms(self, every_n_steps: int = 50, *, gradients: bool = True, updates: bool = False) -> None:
-        """From now on tell trackers the norms of every parameter's gradient and update, every so many optimizer steps.
+        """Tell trackers from now on the norms of every parameter's gradient and update, every so many optimizer steps.
 
         The names are `zero/gradient_norm/PARAMETER` and `zero/update_norm/PARAMETER`. Gradients are those of a step, of
         all micro-batches and processes, unscaled, before `clip_grad_norm_`. All processes call it. Steps with a closure
@@ -671,7 +671,7 @@ class ZeroAccelerator(Accelerator):
 
 
 def _without_cache(handler: AutocastKwargs | None) -> AutocastKwargs:
-    """The same autocast without its cache, which would hold casts of parameters that have been released since."""
+    """The autocast without its cache, which would hold casts of parameters that have been released since."""
     if handler is not None and handler.cache_enabled:
         warnings.warn(
             "AutocastKwargs(cache_enabled=True) is left aside at stage 3: the cache would hold a whole copy of the "

@@ -218,7 +218,7 @@ class PreparedModels:
     # ---- what is measured of steps ----
 
     def measure(self, settings: NormSettings) -> None:
-        """From now on measure this, of the models that are there and of later ones."""
+        """Measure this from now on, of the models that are there and of later ones."""
         for log in self._norm_logs.values():
             log.close()
         self._measured = settings
@@ -333,7 +333,7 @@ class GroupedScheduler(AcceleratedScheduler):
         self._copies = copies
 
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """As Accelerate's, so many times."""
+        """See Accelerate's, so many times."""
         stepped = self.gradient_state.sync_gradients and not any(one.step_was_skipped for one in self.optimizers)
         if not stepped:
             super().step(*arguments, **keywords)

@@ -258,7 +258,7 @@ def _restore(accelerator: Any, reader: StateReader, load_kwargs: Mapping[str, An
 
 
 def _restore_plain(accelerator: Any, directory: Path, load_kwargs: Mapping[str, Any] | None) -> None:
-    """The same from a directory of Accelerate's own `save_state`, with its step and this rank's random state."""
+    """Restore from a directory of Accelerate's own `save_state`, with its step and this rank's random state."""
     schedulers = accelerator._schedulers if (directory / "scheduler.bin").is_file() else []
     attributes = load_accelerator_state(
         directory,

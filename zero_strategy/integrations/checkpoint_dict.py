@@ -448,7 +448,7 @@ class LoadsFromDirectory(_Base):
     def load_from_checkpoint(
         cls, checkpoint_path: Any, *arguments: Any, weights_only: bool | None = None, **keywords: Any
     ) -> Any:
-        """As Lightning's; see `zero_strategy.load_from_checkpoint`."""
+        """See `zero_strategy.load_from_checkpoint`, which takes what Lightning's does."""
         load = functools.partial(super().load_from_checkpoint, weights_only=weights_only)
         if not isinstance(checkpoint_path, (str, os.PathLike)) or not is_directory_checkpoint(checkpoint_path):
             return load(checkpoint_path, *arguments, **keywords)

@@ -14,7 +14,7 @@ class ZeroPrecision(FabricPrecision, Precision):
 
 
 class ZeroScaledPrecision(ScaledFabricPrecision, Precision):
-    """The same for fp16, with loss scaling."""
+    """Fabric's precision for fp16, with loss scaling."""
 
 
 class ZeroStrategy(FabricStrategy, DDPStrategy):

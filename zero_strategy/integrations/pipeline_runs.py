@@ -286,7 +286,7 @@ def pipeline_engine(
 
 
 def waiting_runners(models: Sequence[Any]) -> list[AcceleratorRunner]:
-    """Of the pipelines among prepared models that have made gradients which nobody has seen yet."""
+    """Runners of pipelines among prepared models that have made gradients which nobody has seen yet."""
     runners = [model.runner for model in models if isinstance(model, PipelineModule)]
     return [runner for runner in runners if isinstance(runner, AcceleratorRunner) and runner.waits]
 

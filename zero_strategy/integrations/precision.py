@@ -167,7 +167,7 @@ class ShardedPrecision:
         return self._default_dtype() if self.plan.default_dtype == torch.float64 else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """As `tensor_init_context`."""
+        """See `tensor_init_context`."""
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -254,7 +254,7 @@ class FabricPrecision(ShardedPrecision, _Base):
 
 
 class ScaledFabricPrecision(FabricPrecision):
-    """With loss scaling; `fabric.backward(loss)` is then the only way to backward, as Fabric enforces.
+    """Fabric's precision with loss scaling; `fabric.backward(loss)` is the only way to backward, as Fabric enforces.
 
     Attributes:
         engine_of_optimizer: Gives the engine that an optimizer is attached to, once a strategy has taken the plugin.
@@ -320,7 +320,7 @@ class TrainerPrecision(ShardedPrecision, _Base):
         return {**vars(self), "engine": None, "_finite": None}
 
     def adopt(self, engine: ZeroEngine, loss_scale: LossScaleConfig) -> None:
-        """As for any; steps and clipping go through this engine from now on."""
+        """Take an engine; steps and clipping go through this engine from now on."""
         super().adopt(engine, loss_scale)
         self.engine = engine
 

@@ -109,7 +109,7 @@ def _concrete(model_class: Any, path: str | os.PathLike[str], keywords: Mapping[
 
 
 class _Places(dict[str, Source]):
-    """By name of the parameter; `noted` says that transformers came to where they are."""
+    """Places by name of the parameter; `noted` says that transformers came to where they are."""
 
     noted = False
 

@@ -132,7 +132,7 @@ class AttentionFunction:
         is_causal: bool | None = None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers calls it; q, k and v are (batch, heads, tokens here, width).
+        """Attend, as transformers calls it; q, k and v are (batch, heads, tokens here, width).
 
         Raises:
             ValueError: If a layer wants what cannot be divided; names it.

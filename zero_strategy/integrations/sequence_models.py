@@ -413,7 +413,7 @@ class _Finish(_Part):
 
 class _Loss(_Part):
     def __deepcopy__(self, memo: Any) -> Any:
-        """Of a model that is tiled only, a copy has the loss that the model had."""
+        """Give a copy of a tiled model the loss that the model had."""
         if self.owner is None or self.owner.divided:
             return _Loss(None)
         return self.owner.plain_loss

@@ -371,11 +371,11 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._drained = False
 
     def on_test_start(self) -> None:
-        """As `on_validation_start`."""
+        """See `on_validation_start`."""
         self._drained = False
 
     def on_predict_start(self) -> None:
-        """As `on_validation_start`."""
+        """See `on_validation_start`."""
         self._drained = False
 
     def on_validation_end(self) -> None:
@@ -383,11 +383,11 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._drain()
 
     def on_test_end(self) -> None:
-        """As `on_validation_end`."""
+        """See `on_validation_end`."""
         self._drain()
 
     def on_predict_end(self) -> None:
-        """As `on_validation_end`."""
+        """See `on_validation_end`."""
         self._drain()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -415,7 +415,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; what was recorded of the step goes to the Trainer's loggers, beside what the module logs."""
+        """See Lightning's: what was recorded of the step goes to the Trainer's loggers, beside what the module logs."""
         result = super().optimizer_step(*args, **kwargs)
         assert self.engine is not None and self.lightning_module is not None
         if self.config.diagnostics.log and (metrics := self.engine.step_metrics()):

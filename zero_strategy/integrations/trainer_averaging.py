@@ -138,7 +138,7 @@ def _restored(cls: type[Any], attributes: dict[str, Any]) -> Any:
 
 
 class AveragingOnShards(OnShards):
-    """Of `WeightAveraging` and `EMAWeightAveraging`."""
+    """Averages of `WeightAveraging` and `EMAWeightAveraging`."""
 
     needs = frozenset({"setup", "_swap_models", "_copy_average_to_current", "on_save_checkpoint", "on_load_checkpoint"})
     _use_buffers: bool
@@ -168,7 +168,7 @@ class AveragingOnShards(OnShards):
             checkpoint["state_dict"] = _whole_average(average, trainer)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """From a whole file of Lightning's; of a directory the engine reads the averages with the optimizer's state."""
+        """Take averages from a file of Lightning's; the engine reads those of a directory, with optimizer states."""
         weights = checkpoint["state_dict"]
         if self._average_model is None or trainer.strategy.engine is None:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
@@ -182,7 +182,7 @@ class AveragingOnShards(OnShards):
 
 
 class StochasticOnShards(OnShards):
-    """Of `StochasticWeightAveraging`."""
+    """Averages of `StochasticWeightAveraging`."""
 
     needs = frozenset({"setup", "transfer_weights", "update_parameters", "state_dict", "_load_average_model_state"})
     _avg_fn: Any

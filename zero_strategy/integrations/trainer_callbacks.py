@@ -132,7 +132,7 @@ class NormLogging(_Base):
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
+        """Let go of the engine, as at the end."""
         self._end()
 
     def _end(self) -> None:
@@ -240,7 +240,7 @@ class SavesOnSignals:
 
 
 def watched_signals(config: ZeroConfig, environment: Any) -> list[signal.Signals]:
-    """Those of the config that this platform has, and that SLURM's automatic requeueing does not use."""
+    """Signals of the config that this platform has, and that SLURM's automatic requeueing does not use."""
     requeues = type(environment).__name__ == "SLURMEnvironment" and environment.auto_requeue
     taken = environment.requeue_signal if requeues else None
     return [number for number in named_signals(config.checkpoint.preemption_signals) if number != taken]

@@ -326,7 +326,7 @@ class TrainerCheckpoints(_Base):
     # ---- going on where a checkpoint was saved ----
 
     def resume_random_state(self, reader: StateReader) -> None:
-        """With the training state: give this rank its random state, and keep it for the first batch."""
+        """Give, with the training state, this rank its random state, and keep it for the first batch."""
         engine = self.engine
         assert engine is not None
         engine.steps.load_counters(reader.manifest.counters)
@@ -431,7 +431,7 @@ def _is_stateful(dataloader: Any) -> bool:
 
 
 def _set_epoch(dataloader: Any, epoch: int) -> None:
-    """As Lightning does before an epoch, but before workers of a resumed epoch have asked for their first indices."""
+    """Set the epoch as Lightning does, but before workers of a resumed epoch have asked for their first indices."""
     batch_sampler = getattr(dataloader, "batch_sampler", None)
     for sampler in (getattr(dataloader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
         set_epoch = getattr(sampler, "set_epoch", None)

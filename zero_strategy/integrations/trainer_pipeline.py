@@ -202,7 +202,7 @@ class TrainerPipeline(_Base):
         runner.begin(self.precision_plugin.forward_context)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As `ZeroStrategy`; what fails on one stage, such as an optimizer without parameters, fails on all.
+        """See `ZeroStrategy`: what fails on one stage, such as an optimizer without parameters, fails on all.
 
         Raises:
             ValueError: What torch raised, or that another rank failed; says what to do about an empty stage.
@@ -317,24 +317,24 @@ class TrainerPipeline(_Base):
         return self._engine.pipe, self._engine.pipeline.mpu().pp_group
 
     def on_train_start(self) -> None:
-        """As `ZeroStrategy`; ranks of a pipeline compare how many batches they have."""
+        """See `ZeroStrategy`: ranks of a pipeline compare how many batches they have."""
         super().on_train_start()
         self._begin_loop([self.lightning_module.trainer.num_training_batches], "train_dataloader")
 
     def on_validation_start(self) -> None:
-        """As `on_train_start`."""
+        """See `on_train_start`."""
         super().on_validation_start()
         trainer = self.lightning_module.trainer
         sanity = trainer.sanity_checking
         self._begin_loop(trainer.num_sanity_val_batches if sanity else trainer.num_val_batches, "val_dataloaders")
 
     def on_test_start(self) -> None:
-        """As `on_train_start`."""
+        """See `on_train_start`."""
         super().on_test_start()
         self._begin_loop(self.lightning_module.trainer.num_test_batches, "test_dataloaders")
 
     def on_predict_start(self) -> None:
-        """As `on_train_start`."""
+        """See `on_train_start`."""
         super().on_predict_start()
         self._begin_loop(self.lightning_module.trainer.num_predict_batches, "predict_dataloaders")
 

@@ -201,7 +201,7 @@ class ZeroTrainerMixin:
         return int(super().get_tp_size()) * int(mesh.sequence) * int(mesh.tensor or 1)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
-        """As the Trainer's; logits are those of all tokens."""
+        """See the Trainer's: logits are those of all tokens."""
         loss_only = rest[0] if rest else more["prediction_loss_only"]
         for divided in self.accelerator.divided(model):
             divided.loss_only = loss_only
@@ -212,7 +212,7 @@ class ZeroTrainerMixin:
         return loss, logits, labels
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's; a schedule that was given beside one of a DeepSpeed JSON is one too many."""
+        """See the Trainer's: a schedule that was given beside one of a DeepSpeed JSON is one too many."""
         found = self.accelerator.zero_config.deepspeed
         if self.lr_scheduler is not None and found is not None and found.scheduler is not None:
             raise ValueError(
@@ -235,20 +235,20 @@ class ZeroTrainerMixin:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the Trainer's, which divides losses by the micro-batches of a step."""
+        """See the Trainer's, which divides losses by the micro-batches of a step."""
         parts = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         self.accelerator.loss_weight = 1 / parts
         return super().training_step(*arguments, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-        """As the Trainer's; what it logs of training comes with what was recorded of the last step."""
+        """See the Trainer's: what it logs of training comes with what was recorded of the last step."""
         engine = self.zero_engine
         if engine is not None and "loss" in logs and self.accelerator.zero_config.diagnostics.log:
             logs = {**logs, **engine.step_metrics()}
         super().log(logs, *arguments, **keywords)  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """As the Trainer's; `True` passes over a checkpoint that a run was killed in while it wrote it."""
+        """See the Trainer's: `True` passes over a checkpoint that a run was killed in while it wrote it."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
         if callback := self._averaging():
@@ -272,7 +272,7 @@ class ZeroTrainerMixin:
         return callback.average.applied() if kept else nullcontext()  # type: ignore[union-attr]
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the Trainer's; during training with the average, if one is kept."""
+        """See the Trainer's: during training with the average, if one is kept."""
         with self._shown():
             return super().evaluate(*arguments, **keywords)  # type: ignore[misc]
 

@@ -73,7 +73,7 @@ class JoinedLoader:
             yield batch
 
     def weight(self, ahead: int) -> float:
-        """Of the loss of the batch in use.
+        """Weight of the loss of the batch in use.
 
         Args:
             ahead: Batches that were taken after it.
@@ -95,7 +95,7 @@ class JoinedLoader:
 
 
 class StatefulJoinedLoader(JoinedLoader):
-    """The same around a loader that knows where it is; apart, since Lightning looks for the methods in the class."""
+    """A joined loader around one that knows where it is; apart, since Lightning looks for the methods in the class."""
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's, and where this pass is."""

@@ -467,7 +467,7 @@ class StateImages:
 
 
 class _Image:
-    """Of one vector.
+    """Image of one vector.
 
     Attributes:
         vector: The vector.
@@ -483,7 +483,7 @@ class _Image:
         self.records: dict[int, str] = {}
 
     def name(self, number: int) -> str:
-        """Of the copy of a chunk."""
+        """Name of the copy of a chunk."""
         return f"{self.number}:{number}"
 
     def hold(self) -> None:

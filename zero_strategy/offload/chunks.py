@@ -330,7 +330,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def _what_to_read(chunk: Chunk) -> dict[str, tuple[OffloadedVector, str, int]]:
-    """By key, those apart that a pass leaves unchanged: the vector, the record and the version that it would read."""
+    """The vector, record and version that a pass would read, by key; without those that it leaves unchanged."""
     return {
         key: (vector, vector.record(chunk.number), vector.version)
         for key, vector in chunk.vectors.items()
@@ -745,7 +745,7 @@ class OffloadedPart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """The tensor's dtype."""
         return self.vector.dtype
 
     def numel(self) -> int:

@@ -40,7 +40,7 @@ _FIELDS_AT = 152
 
 @dataclass(frozen=True)
 class DirectRules:
-    """At what multiples of bytes memory must begin, and file offsets and lengths be."""
+    """Multiples of bytes at which memory must begin, and which file offsets and lengths must be."""
 
     memory: int
     offset: int
@@ -123,7 +123,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a request that is over.
+    """Outcome of a request that is over.
 
     Attributes:
         error: 0, an errno, or FILE_ENDED.

@@ -29,7 +29,7 @@ from zero_strategy.runtime.host_bytes import memory_of
 
 
 class _Extent(ctypes.Structure):
-    """As in cpp/io/queue.h."""
+    """See cpp/io/queue.h."""
 
     _fields_ = [
         ("fd", ctypes.c_int32),
@@ -41,7 +41,7 @@ class _Extent(ctypes.Structure):
 
 
 class _Outcome(ctypes.Structure):
-    """As in cpp/io/queue.h."""
+    """See cpp/io/queue.h."""
 
     _fields_ = [
         ("error", ctypes.c_int32),

@@ -245,7 +245,7 @@ class PartFile:
 
     @property
     def alignment(self) -> int:
-        """At what multiples of bytes transfers should begin."""
+        """Multiples of bytes at which transfers should begin."""
         return self.rules.offset if self.rules is not None else 1
 
     def free_bytes(self) -> int:

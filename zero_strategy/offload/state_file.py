@@ -439,7 +439,7 @@ class StateFile:
 
 
 def _close_abandoned(queue: FileQueue | None, requests: set[Request], parts: list[PartFile], process: int) -> None:
-    """Of a file that nobody has closed."""
+    """Close a file that nobody has closed."""
     if os.getpid() != process:
         return
     try:

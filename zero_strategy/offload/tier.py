@@ -57,7 +57,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Those of a CUDA device."""
+    """Streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = with_index(device)

@@ -461,7 +461,7 @@ def compile_order(order: str) -> None:
 
 
 def _compile_cpu(made: Recipe, folder: Path) -> Path:
-    """In a process of its own: its output is caught whole, and an interrupt ends it without a trace in this one."""
+    """Compile in another process: its output is caught whole, and an interrupt ends it without a trace here."""
     order = {
         "name": "zero_strategy_cpu",
         "sources": [str(path) for path in made.sources],

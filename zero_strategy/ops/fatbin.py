@@ -45,7 +45,7 @@ class CudaCode:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """The same by nvcc's names, such as "sm_80" and "compute_100"."""
+        """Architectures by nvcc's names, such as "sm_80" and "compute_100"."""
         return (*(f"sm_{each}" for each in self.machine), *(f"compute_{each}" for each in self.ptx))
 
     def reason_against(self, capabilities: Sequence[tuple[int, int]], driver: int) -> str:

@@ -278,7 +278,7 @@ class _Alike:
     lists: list[list[Tensor]]
 
     def batches(self) -> Iterator[_Alike]:
-        """The same, divided so that temporaries of one have at most `BATCH` elements; a large tensor is cut."""
+        """The tensors, divided so that temporaries of one have at most `BATCH` elements; a large tensor is cut."""
         batch, free = _Alike(self.row, [], [[] for _ in self.lists]), BATCH
         for position, index in enumerate(self.indices):
             numel = self.lists[0][position].numel()
@@ -317,7 +317,7 @@ def _by_key(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[list
 
 
 def _floats(tensors: Tensors) -> list[Tensor]:
-    """The same in float32: themselves where they are."""
+    """The tensors in float32: themselves where they are."""
     return list(tensors) if tensors[0].dtype == torch.float32 else _copied(tensors)
 
 

@@ -462,7 +462,7 @@ def layer_norm(
     *,
     invertible: bool = False,
 ) -> Tensor:
-    """As `torch.nn.functional.layer_norm`.
+    """See `torch.nn.functional.layer_norm`.
 
     Args:
         input: float32, bfloat16 or float16.
@@ -491,7 +491,7 @@ def rms_norm(
     *,
     invertible: bool = False,
 ) -> Tensor:
-    """As `torch.nn.functional.rms_norm`; `eps` defaults to the input dtype's. Otherwise as `layer_norm`."""
+    """See `torch.nn.functional.rms_norm`: `eps` defaults to the input dtype's. Otherwise as `layer_norm`."""
     check_tensor("input", input)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     columns = _check(input, normalized_shape, weight, None, eps)

@@ -107,7 +107,7 @@ class Offload:
         return "nvme" in (self.optimizer, self.parameters, self.gradients)
 
     def gradient_tier(self, reduction: str) -> str:
-        """Of reduced gradients, under a `gradient_reduction`."""
+        """The tier of reduced gradients, under a `gradient_reduction`."""
         return "none" if reduction == "per_step" else self.gradients or self.optimizer
 
     @property
@@ -158,7 +158,7 @@ class BucketFacts:
 
     @property
     def updated_dtype(self) -> torch.dtype:
-        """Of what the optimizer updates."""
+        """The dtype of what the optimizer updates."""
         return torch.float32 if self.master else self.dtype
 
     @property
@@ -222,7 +222,7 @@ def placement_of(resolved: ResolvedConfig) -> Placement:
 
 @dataclass(frozen=True)
 class Staying:
-    """Of one bucket.
+    """Bytes of one bucket that stay.
 
     Attributes:
         weights: How many of the first chunks of its slice stay.

@@ -226,7 +226,7 @@ class Reconciliation:
         return f"{self.ledger.table()}\n\n{table(rows, header, right=(1, 2, 3, 4, 5))}"
 
     def to_json(self) -> dict[str, object]:
-        """The same as plain types."""
+        """The figures as plain types."""
         return {
             "ledger": self.ledger.to_json(),
             "measured": [found.__dict__ | {"activations and other": found.other} for found in self.measured],
@@ -357,7 +357,7 @@ def _cgroup_rooms(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def _up(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[tuple[str, int]]:
-    """From a group up to the mount; in a container the path may be one that only the host can see."""
+    """Go from a group up to the mount; in a container the path may be one that only the host can see."""
     here = mount / path.lstrip("/")
     while True:
         bound, used = _number(here / limit), _number(here / usage)

@@ -151,7 +151,7 @@ class MemoryPlan:
         return self.ways * max(candidates, key=lambda rank: (self._ledger(units, rank).total.taken, -rank))
 
     def _ledger(self, units: Units, rank: int) -> Ledger:
-        """By the place among the data-parallel ranks."""
+        """Ledgers by the place among the data-parallel ranks."""
         ledger = Ledger(device_type=self.device_type)
         shard, stays = self.resolved.shard, staying(units, self.resolved, self.offload)
         for unit in units:
@@ -285,7 +285,7 @@ class MemoryPlan:
                 yield Entry("staging", "host", Owner(name), nbytes, nbytes)
 
     def _copy_rooms(self, units: Units, rank: int) -> int:
-        """At most: page-locked memory through which a step's gradients and weights pass, of two chunks each way."""
+        """The most page-locked memory through which a step's gradients and weights pass, of two chunks each way."""
         if self.device_type == "cpu" or self.offload.optimizer == "none":
             return 0
         placement, down, up = placement_of(self.resolved), 0, 0

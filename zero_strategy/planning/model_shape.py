@@ -85,7 +85,7 @@ class TokenCosts(NamedTuple):
     """Inside a block: queries, keys, values and what attention gives."""
 
     def of_tensor_rank(self, ways: int) -> TokenCosts:
-        """Those of a rank that has a part of the heads and of the inside of the MLP."""
+        """The shape of a rank that has a part of the heads and of the inside of the MLP."""
         heads, inner = -(-self.heads // ways), -(-self.inner // ways)
         return self._replace(
             per_layer=self.per_layer - self.heads - self.inner + heads + inner,
@@ -256,7 +256,7 @@ class ModelShape:
 
 
 def _divided_by_plan(module: nn.Module) -> dict[str, int]:
-    """By the names that tied parameters have first."""
+    """Dimensions by the names that tied parameters have first."""
     first, found = aliases(module), dict[str, int]()
     for prefix, model in models_with_plans(module):
         if tensor_ranks(model) is not None:

@@ -159,7 +159,7 @@ class Digest:
         self._state.update(cast(Any, words))
 
     def text(self) -> str:
-        """In hexadecimal."""
+        """The hash in hexadecimal."""
         return self._state.hexdigest()
 
 

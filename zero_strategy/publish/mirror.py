@@ -80,7 +80,7 @@ class _TimedSocket(socket.socket):
     end = math.inf
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        """As the socket's; raises TimeoutError after the end."""
+        """See the socket's; raises TimeoutError after the end."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the answer has not come in time")
@@ -102,7 +102,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class ServedVersions:
-    """Those of a `VersionServer`.
+    """Versions of a `VersionServer`.
 
     Nothing of an answer is believed: its length, its form and the time that it takes are bounded.
 
@@ -214,7 +214,7 @@ def _is_listing(files: object) -> bool:
 
 
 class StoredVersions:
-    """Those of a folder behind a URL that fsspec knows, such as "s3://bucket/run"."""
+    """Versions in a folder behind a URL that fsspec knows, such as "s3://bucket/run"."""
 
     def __init__(self, url: str) -> None:
         self.end = math.inf

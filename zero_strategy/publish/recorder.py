@@ -121,7 +121,7 @@ class ChangeRecorder:
 
     @staticmethod
     def _code(log: _Log, former: list[Words], now: Iterable[Words]) -> None:
-        """In the thread; the bucket's next `before` waits for it, so that values are those after this step."""
+        """Code changes, in the thread; the bucket's next `before` waits for it: values are those after this step."""
         assert log.payloads is not None
         for each, words, new in zip(log.ranges, former, now, strict=True):
             payload = encode(words, new)

@@ -27,7 +27,7 @@ def shown(text: object) -> str:
 
 
 def shown_lines(text: object) -> str:
-    """The same of a message that may have several lines: those after the first are indented.
+    """A message of several lines, made safe to show: lines after the first are indented.
 
     A line that begins at the left is therefore one that a program of ours printed.
     """

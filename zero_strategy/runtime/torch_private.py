@@ -483,7 +483,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
 
 
 def _in_eights(*tensors: Tensor) -> list[Tensor]:
-    """With zeros behind the width, up to a multiple of 8 as the kernels need it: they add nothing to any score."""
+    """Put zeros behind the width, up to a multiple of 8 as the kernels need it: they add nothing to any score."""
     missing = -tensors[0].shape[-1] % 8
     return [torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors] if missing else list(tensors)
 

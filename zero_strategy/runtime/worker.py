@@ -101,7 +101,7 @@ def _leave(
     threads: list[threading.Thread],
     interrupts: list[weakref.WeakMethod[Callable[[], None]]],
 ) -> None:
-    """At exit: let the thread end, with what it waits for if need be."""
+    """Let the thread end, at exit, with what it waits for if need be."""
     if not threads or not threads[0].is_alive():  # in a fork, for one
         return
     jobs.put(None)
@@ -164,7 +164,7 @@ class _WatchState:
         self.signals.put(None)
 
     def leave(self) -> None:
-        """At exit."""
+        """Let it end at exit."""
         self.stop()
         if self.thread is not None:
             self.thread.join(_LAST_LOOK_SECONDS)

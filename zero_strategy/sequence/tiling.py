@@ -174,7 +174,7 @@ class _Gradients:
         self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if bias is not None and needed[2] else None
 
     def add(self, part: slice, logits: Tensor) -> None:
-        """Those of a chunk whose logits have this gradient, float32."""
+        """Add the gradients of a chunk whose logits have this gradient, float32."""
         hidden, weight = self._inputs
         if self.bias is not None:
             self.bias += logits.sum(0)
@@ -239,7 +239,7 @@ def _made_again(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
 
 
 def _scaled(total: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """In one pass, also into another dtype."""
+    """Scale in one pass, also into another dtype."""
     return total.to(dtype) if factor is None else torch.mul(total, factor, out=torch.empty_like(total, dtype=dtype))
 
 

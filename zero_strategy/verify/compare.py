@@ -74,7 +74,7 @@ class Difference:
 
 
 def digest(tensor: Tensor | None) -> str:
-    """Of shape, dtype and values; both zeros are one value, and so are all NaNs."""
+    """A digest of shape, dtype and values; both zeros are one value, and so are all NaNs."""
     if tensor is None:
         return "none"
     values = tensor.detach().cpu()
@@ -207,7 +207,7 @@ class Comparison:
 
 
 def _digests(expected: Sequence[Tensors]) -> list[dict[str, str]]:
-    """Of what each rank is to have; tensors that several are to have are read once."""
+    """Digests of what each rank is to have; tensors that several are to have are read once."""
     known: dict[int, str] = {}
     for tensor in (tensor for tensors in expected for tensor in tensors.values()):
         if id(tensor) not in known:

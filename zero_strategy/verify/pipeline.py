@@ -238,7 +238,7 @@ class PipelineReferenceRun(ReferenceRun):
 
     @contextmanager
     def _as_rank(self, rank: int, number: int) -> Iterator[None]:
-        """With a rank's random numbers and buffers, and a stage's own leaves."""
+        """Run with a rank's random numbers and buffers, and a stage's own leaves."""
         stage, buffers = self._stages[number], self._buffers[rank]
         self._random[rank].restore()
         for child, key, _, leaf in stage.swaps:
@@ -330,7 +330,7 @@ class PipelineRun(ShardedRun):
 
     @staticmethod
     def _where(engine: PipelineEngine, module: PipelineModule) -> list[tuple[list[int], list[int], dict[str, Any]]]:
-        """Of each rank: stages, data-parallel group, and each parameter's offset and slice size, None if it is full."""
+        """Stages and data-parallel group of each rank; each parameter's offset and slice size, None if it is full."""
         own: dict[str, tuple[int, int] | None] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             place = engine.model.place(parameter)

@@ -164,7 +164,7 @@ class Report:
     sees: tuple[int, ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """A form for JSON."""
         return asdict(self)
 
     @classmethod
@@ -180,7 +180,7 @@ class Report:
         return cls(**{**values, "sees": (*values["sees"],)}, recent=recent, wait=wait)
 
     def position(self) -> str:
-        """In words."""
+        """The position in words."""
         site = f" ({self.site})" if self.site else ""
         if self.note:
             return self.note

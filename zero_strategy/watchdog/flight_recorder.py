@@ -48,7 +48,7 @@ class Waiting(Protocol):
     """Operation that a thread waits in."""
 
     def wait(self) -> Wait:
-        """In words and numbers."""
+        """The wait in words and numbers."""
 
 
 class CollectiveLogOwner(Protocol):
@@ -270,7 +270,7 @@ class Call(NamedTuple):
 
 
 def stacks() -> dict[int, list[Call]]:
-    """By thread, the innermost call first.
+    """Stacks by thread, the innermost call first.
 
     As far as `faulthandler` goes: the innermost 100 calls of the latest 100 threads. Empty where no file can be opened.
     """
@@ -285,7 +285,7 @@ def stacks() -> dict[int, list[Call]]:
 
 
 def as_text(calls: list[Call]) -> str:
-    """As Python prints a stack: the outermost call first."""
+    """The stack as Python prints it: the outermost call first."""
     return "".join(f'  File "{call.file}", line {call.line}, in {call.function}\n' for call in reversed(calls))
 
 

@@ -73,7 +73,7 @@ def own_card() -> ProcessCard:
 
 
 def condition(card: ProcessCard) -> Condition:
-    """Of a process; `unknown` for those of other hosts. One that a debugger holds is running."""
+    """The condition of a process; `unknown` for those of other hosts. One that a debugger holds is running."""
     if not card.host or card.host != _host_of(os.getpid()):
         return "unknown"
     try:
@@ -283,7 +283,7 @@ class Heartbeats:
             self._store_client.heartbeat(self._rank, self._count)
 
     def listen(self, ranks: Iterable[int]) -> list[int]:
-        """Those of them that are to be listened to."""
+        """Peers that are to be listened to."""
         return [rank for rank in ranks if rank in self._far] if self._seconds < math.inf else []
 
     def forget(self) -> None:

@@ -236,7 +236,7 @@ class Watchdog:
         self.watch.poke()
 
     def note_error(self, error: BaseException, *, ended: bool = False) -> None:
-        """As `note`, of an exception on its way out of training; one that the watchdog has raised is known."""
+        """Note an exception on its way out of training; one that the watchdog has raised is known."""
         if self.failure is None and not isinstance(error, DesyncError):
             self.note(_said(error), ended=ended)
 
@@ -492,7 +492,7 @@ def _said(error: BaseException) -> str:
 
 
 def _tell_exit(rank: int, store_client: StoreClient, pid: int) -> None:
-    """At exit: an exception that has ended the process is the last thing that the others hear of it."""
+    """Tell, at exit: an exception that has ended the process is the last thing that the others hear of it."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None and not isinstance(error, DesyncError) and os.getpid() == pid:  # not in a fork of it
         with contextlib.suppress(Exception):

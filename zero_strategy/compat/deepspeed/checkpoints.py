@@ -380,7 +380,7 @@ class ZeROCheckpoint:
         return self._maps[dp_index].get_data(pp_index, tp_index)
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """Those files."""
+        """The files for a rank."""
         return [self.file_list[number] for number in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
 
     def get_state_for_rank(

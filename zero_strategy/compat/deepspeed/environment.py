@@ -61,7 +61,7 @@ class Accelerator:
         return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
 
     def current_device_name(self) -> str:
-        """Its name, such as "cuda:1"; "cpu"."""
+        """The device's name, such as "cuda:1"; "cpu"."""
         return f"cuda:{torch.cuda.current_device()}" if self._cuda else "cpu"
 
     def device_count(self) -> int:
@@ -212,7 +212,7 @@ class Accelerator:
         return MemoryUse.now().host_total or 0
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Those that can be had."""
+        """Bytes that can be had."""
         if self._cuda:
             return torch.cuda.mem_get_info(self._index(device_index))[0]
         now = MemoryUse.now()

@@ -53,7 +53,7 @@ class FlopsProfiler:
             self._profile.start()
 
     def end_profile(self) -> None:
-        """The same as both."""
+        """Stop, and forget what was counted."""
         self._profile.stop()
         self._profile = ModuleProfile(self.model)
 

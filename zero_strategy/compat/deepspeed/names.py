@@ -34,7 +34,7 @@ Names = dict[str, str | Refused]
 
 
 def _all(names: str, entry: str | Refused) -> Names:
-    """The same entry for several names; a module with a leading dot is one of this package."""
+    """One entry for several names; a module with a leading dot is one of this package."""
     return dict.fromkeys(names.split(), f"{_HERE}{entry}" if isinstance(entry, str) and entry[0] == "." else entry)
 
 

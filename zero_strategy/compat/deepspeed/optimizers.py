@@ -130,7 +130,7 @@ class DeepSpeedCPUAdagrad(optim.FusedAdagrad):
 
 
 class FusedLamb(optim.FusedLamb):
-    """As `deepspeed.ops.lamb.FusedLamb`, but for the trust ratio, which is not bounded; a warning says so.
+    """See `deepspeed.ops.lamb.FusedLamb`, but for the trust ratio, which is not bounded; a warning says so.
 
     Args:
         params: Parameters or param groups.
@@ -175,7 +175,7 @@ class FusedLamb(optim.FusedLamb):
 
 
 class FusedLion(optim.FusedLion):
-    """As `deepspeed.ops.lion.FusedLion`.
+    """See `deepspeed.ops.lion.FusedLion`.
 
     Args:
         params: Parameters or param groups.

@@ -228,7 +228,7 @@ class OneCycle(BatchSchedule):
 
 
 class WarmupLR(BatchSchedule):
-    """From the least learning rate to the greatest in `warmup_num_steps` iterations, and on with that.
+    """Rises from the least learning rate to the greatest in `warmup_num_steps` iterations, and stays there.
 
     The way up is log(n + 1) / log(warmup_num_steps), or n / warmup_num_steps. The first step, before any `step()`, is
     taken with the least learning rate.
@@ -274,7 +274,7 @@ class WarmupLR(BatchSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then down in a line: (total - n) / (total - warmup_num_steps) of the way, never below the least.
+    """Rises as `WarmupLR`, then falls in a line, never below the least: (total - n) / (total - warmup_num_steps).
 
     Args:
         optimizer: The optimizer.

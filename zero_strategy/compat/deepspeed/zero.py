@@ -323,7 +323,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """The same of a number of parameters."""
+    """Estimate from a number of parameters."""
     _print_zero2(_equal_units(total_params, None), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
@@ -375,7 +375,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """The same of numbers of parameters."""
+    """Estimate from numbers of parameters."""
     shape = _equal_units(total_params, largest_layer_params)
     _print_zero3(shape, num_gpus_per_node, num_nodes, additional_buffer_factor)
 

@@ -431,7 +431,7 @@ def _compared(model: nn.Module | Sequence[nn.Module]) -> tuple[ReplicaReport, in
 
 
 def _report(everyone: Sequence[tuple[int, dict[str, str]]]) -> ReplicaReport:
-    """From each rank's column of the mesh and digests. Full parameters say so, and have one column."""
+    """Make the report from each rank's column of the mesh and digests. Full parameters say so, and have one column."""
     holders: dict[tuple[int, str], dict[str, list[int]]] = {}
     for rank, (column, part) in enumerate(everyone):
         for name, digest in part.items():
@@ -479,7 +479,7 @@ def _slice_of(bucket: ParameterBucket, index: int) -> Tensor | None:
 
 
 def _digest(name: str, shape: torch.Size, values: Tensor) -> str:
-    """Of raw bytes: NaNs and zeros of different bits differ."""
+    """A digest of raw bytes: NaNs and zeros of different bits differ."""
     raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     digest = xxhash.xxh3_128(f"{name} {tuple(shape)} {values.dtype} ".encode())
     if raw.size:

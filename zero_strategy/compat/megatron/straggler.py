@@ -125,7 +125,7 @@ class StragglerData:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> StragglerData:
-        """From each rank's figures in their order, then its TFLOP/s; NaN where there is none."""
+        """A report from each rank's figures in their order, then its TFLOP/s; NaN where there is none."""
         found: dict[str, Any] = {}
         for column, (name, unit) in enumerate(FIGURES.items()):
             known = [(row[column], rank) for rank, row in enumerate(rows) if not math.isnan(row[column])]
@@ -157,7 +157,7 @@ class StragglerData:
 
 @dataclass(frozen=True)
 class GpuFigures:
-    """Of this process's GPU now; None for what its driver does not tell, and without a GPU."""
+    """Figures of this process's GPU now; None for what its driver does not tell, and without a GPU."""
 
     temp: int | None = None
     power: int | None = None

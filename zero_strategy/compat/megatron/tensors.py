@@ -166,7 +166,7 @@ def _kernel_make_viewless_tensor(inp: Tensor, requires_grad: bool) -> Tensor:
 
 
 class MakeViewlessTensor(torch.autograd.Function):
-    """The same, with the graph of its input: gradients pass through as they are."""
+    """A viewless tensor with the graph of its input: gradients pass through as they are."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:

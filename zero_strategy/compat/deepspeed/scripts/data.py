@@ -237,7 +237,7 @@ class PlainBackward:
         self._has_scale = False
 
     def divisor(self) -> int:
-        """By what the gradients of the backward that begins now are to be divided.
+        """The number by which gradients of the backward that begins now are to be divided.
 
         Raises:
             RuntimeError: If the loss lacks its scale.

@@ -139,7 +139,7 @@ class ScriptEngine:
             return self.module(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The same as calling the engine."""
+        """Call the engine."""
         return self(*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> ScriptEngine:

@@ -424,7 +424,7 @@ class ScriptPipelineEngine(ScriptEngine):
 
 
 class _Missing:
-    """In the place of an iterator that is not there: an error once it is read, which not every stage does."""
+    """Stand-in for an iterator that is not there: an error once it is read, which not every stage does."""
 
     def __iter__(self) -> Iterator[Any]:
         return self

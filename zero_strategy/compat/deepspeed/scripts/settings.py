@@ -152,7 +152,7 @@ class BatchConfig(Config):
 
     @property
     def train_step_batch_size(self) -> int | None:
-        """The same as `train_micro_batch_size_per_gpu`."""
+        """See `train_micro_batch_size_per_gpu`."""
         return self.train_micro_batch_size_per_gpu
 
     @train_step_batch_size.setter
@@ -198,7 +198,7 @@ class TrainingConfig(Config):
     """Training in fp16."""
 
     def settings(self) -> dict[str, Any]:
-        """The same in the keys of a DeepSpeed JSON."""
+        """The settings in the keys of a DeepSpeed JSON."""
         found: dict[str, Any] = dict(self.batch.settings()) if self.batch is not None else {}
         fp16 = self.fp16 or FP16Config()
         return {**found, "fp16": {"enabled": bool(fp16.enabled)}, "gradient_clipping": fp16.clip or 0.0}

@@ -103,7 +103,7 @@ class TransformerConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> TransformerConfig:
-        """From options by name.
+        """A config from options by name.
 
         Raises:
             ValueError: If there is no such option, or its value is wrong.
@@ -116,7 +116,7 @@ class TransformerConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> TransformerConfig:
-        """From a JSON object of options."""
+        """A config from a JSON object of options."""
         return cls.from_dict(bounded_json.parse(read_text(json_file), str(json_file)))
 
     def check(self, *, complete: bool = False) -> None:

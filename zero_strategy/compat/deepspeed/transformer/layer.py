@@ -77,7 +77,7 @@ def draw_states(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def no_states() -> tuple[Tensor, Tensor, Tensor]:
-    """The same where nothing is dropped; no number is drawn."""
+    """States where nothing is dropped; no number is drawn."""
     state = torch.zeros(2, dtype=torch.int64, device="cpu")
     return state, state, state
 

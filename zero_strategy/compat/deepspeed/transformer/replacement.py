@@ -166,7 +166,7 @@ def _llama(settings: Any) -> dict[str, Any]:
 
 
 def _both(sources: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Of weights and biases."""
+    """The two values of weights and biases."""
     return {
         key + letter: tuple(f"{name}.{kind}" for name in names)
         for key, names in sources.items()
@@ -278,7 +278,7 @@ class ReplacedBlock(TransformerLayer):
         return FAMILIES[_original(type(self)).__name__]
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
-        """As the replaced block's: a tensor."""
+        """Returns a tensor, as the replaced block does."""
         given = dict(zip(self.family.positional, arguments, strict=False)) | named
         if given.get("encoder_hidden_states") is not None:
             raise ValueError("encoder_hidden_states: a replaced block has no cross-attention; accepted: None")
