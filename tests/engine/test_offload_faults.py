@@ -116,7 +116,7 @@ def test_no_room_is_an_error_before_training_on_all_ranks(ranks: Launcher, tmp_p
 def no_directory(path: Path) -> str:
     try:
         make(2, "adamw", torch.bfloat16, QUICK | {"optimizer": "nvme", "nvme_path": [str(path)]})
-    except OSError as error:
+    except ValueError as error:
         return str(error)
     return "no error"
 

@@ -19,7 +19,7 @@ def start(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`python WORDS FOLDER`, run to the end; what it starts has to load all libraries, only itself it has not."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "TORCHELASTIC"))}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return run_warm_script(*words, str(folder), cwd=folder, env=env, timeout=100)
+    return run_warm_script(*words, str(folder), cwd=folder, env=env, timeout=300)
 
 
 @pytest.mark.parametrize("launcher", ["subprocess", "torchrun"])
