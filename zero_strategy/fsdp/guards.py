@@ -47,11 +47,11 @@ class ModuleGuards:
             if not unit.buckets:
                 continue
             for module in [unit.module, *owners(unit, model.module)]:
-                watchdog = _UnitGuard(self, model, unit)
-                self._handles.append(module.register_state_dict_pre_hook(_Call(watchdog, "before_save")))
-                self._handles.append(module.register_state_dict_post_hook(_Call(watchdog, "after_save")))
-                self._handles.append(module.register_load_state_dict_pre_hook(_Call(watchdog, "before_load")))
-                self._handles.append(module.register_load_state_dict_post_hook(_Call(watchdog, "after_load")))
+                guard = _UnitGuard(self, model, unit)
+                self._handles.append(module.register_state_dict_pre_hook(_Call(guard, "before_save")))
+                self._handles.append(module.register_state_dict_post_hook(_Call(guard, "after_save")))
+                self._handles.append(module.register_load_state_dict_pre_hook(_Call(guard, "before_load")))
+                self._handles.append(module.register_load_state_dict_post_hook(_Call(guard, "after_load")))
         sharded = {id(parameter) for _, parameter in model.names()}
         for module in model.module.modules():
             if not any(id(parameter) in sharded for parameter in module.parameters()):
@@ -137,18 +137,18 @@ class _UnitGuard:
 
 
 class _Call(EphemeralHook):
-    """A hook that is a method of a watchdog; inert in copies of the module."""
+    """A hook that is a method of a unit's guard; inert in copies of the module."""
 
-    def __init__(self, watchdog: _UnitGuard, method: str) -> None:
-        self.watchdog, self.method = watchdog, method
+    def __init__(self, guard: _UnitGuard, method: str) -> None:
+        self.guard, self.method = guard, method
 
     def __call__(self, *args: Any) -> None:
-        getattr(self.watchdog, self.method)(*args)
+        getattr(self.guard, self.method)(*args)
 
     def check_copy(self, call: str) -> None:
         """Raise while the unit's parameters are released: a copy would have none."""
-        if not self.watchdog.unit.gathered:
-            raise RuntimeError(released_message(call, self.watchdog.unit.name))
+        if not self.guard.unit.gathered:
+            raise RuntimeError(released_message(call, self.guard.unit.name))
 
 
 def is_guard(hook: Any) -> bool:

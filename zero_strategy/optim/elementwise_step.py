@@ -116,6 +116,7 @@ class MatrixStep(ElementwiseStep):
 
     def __init__(self, sharded: SteppedOptimizer) -> None:
         super().__init__(sharded)
+        self._needs_whole = is_matrix_optimizer(self.optimizer, self.model.config.matrix_optimizers)
         self.opaque_state = why_opaque(self.optimizer, self.model)
 
     @classmethod
@@ -124,7 +125,7 @@ class MatrixStep(ElementwiseStep):
         return is_matrix_optimizer(optimizer, model.config.matrix_optimizers) or bool(muon_groups(optimizer))
 
     def _check_kind(self) -> None:
-        self._needs_whole = is_matrix_optimizer(self.optimizer, self.model.config.matrix_optimizers)
+        """Do nothing: the config says what it is."""
 
     def check_groups(self) -> None:
         """See `StepMethod`."""

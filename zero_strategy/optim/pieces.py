@@ -162,6 +162,7 @@ class Pieces:
         """One row; `views` has the low-precision pieces of buckets that were met before, by the buckets' ids."""
         bucket, index = self.bucket_and_index(parameter)
         piece, copy = self.of(parameter), None
+        # Weights in a tier are written there, chunk by chunk.
         if piece is not None and bucket.has_master and bucket.weights.tensor is not None:
             if id(bucket) not in views:
                 views[id(bucket)] = split_pieces(bucket.weights.values, bucket.cuts)

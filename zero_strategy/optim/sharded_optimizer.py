@@ -8,7 +8,7 @@ public step hooks of `torch.optim.Optimizer` do the exchange, so it does not mat
 
     ShardedOptimizer    state, by parameter to the user and by piece to steps; saves and loads
     Pieces              this rank's part of each parameter (`optim.pieces`)
-    StepMethod          who carries steps out: a rule, torch's code, a tier, Muon, LBFGS (`optim.step_methods`)
+    StepMethod          who carries steps out: a rule, torch's code, a tier, Muon, LBFGS (`METHODS`)
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from torch.optim import Optimizer
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.optim.elementwise_step import ElementwiseStep, MatrixStep
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.grad_norm import OwnGradients
-from zero_strategy.optim.offloaded import as_tensor
+from zero_strategy.optim.lbfgs import LbfgsStep
+from zero_strategy.optim.muon_step import MuonStep
+from zero_strategy.optim.offloaded import OffloadedStep, as_tensor
 from zero_strategy.optim.optimizer_checks import reason_against
 from zero_strategy.optim.pieces import Pieces
 from zero_strategy.optim.state_book import StateBook, Unknown
 from zero_strategy.optim.state_mapping import EditLog, StateMapping
-from zero_strategy.optim.step_methods import step_method
+from zero_strategy.optim.step_method import StepMethod
+
+METHODS: tuple[type[StepMethod], ...] = (LbfgsStep, OffloadedStep, MuonStep, MatrixStep, ElementwiseStep)
+"""Ways to take steps, in the order in which they are asked for an optimizer; the last takes every one."""
 
 
 class ShardedOptimizer:
@@ -79,7 +85,7 @@ class ShardedOptimizer:
         self.gradients = OwnGradients(model, self.parameters)
         # Before state is divided: the method tries steps out with a state like the one that is there. Room in a tier
         # is made now, too, since what is divided goes there.
-        self._method = step_method(self)
+        self._method = next(method for method in METHODS if method.takes(optimizer, model))(self)
         self._method.check_groups()
         self._divide_existing_state()
         self.show_state()

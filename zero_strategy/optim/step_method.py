@@ -1,7 +1,7 @@
 """The ways to take an optimizer's step: what each has to answer, and the frame of those that step on pieces.
 
-An optimizer has one method for as long as it is attached (`optim.step_methods` chooses it). The public step hooks of
-`torch.optim.Optimizer` call `begin` before torch's own `step()`, and `end` after it:
+An optimizer has one method for as long as it is attached, the first of `sharded_optimizer.METHODS` that takes it. The
+public step hooks of `torch.optim.Optimizer` call `begin` before torch's own `step()`, and `end` after it:
 
     begin    gradients are reduced; the param groups list pieces; the method's own code updates them, or
     step()   torch's code does, on the pieces that `begin` gave a gradient
@@ -104,7 +104,7 @@ class StepMethod(ABC):
     @classmethod
     @abstractmethod
     def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
-        """True if it is the method for an optimizer that no method before it in `step_methods` takes."""
+        """True if it is the method for an optimizer that no method before it in `METHODS` takes."""
 
     @abstractmethod
     def begin(self, args: Any, kwargs: Any) -> Any:

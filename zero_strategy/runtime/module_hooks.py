@@ -25,7 +25,7 @@ class EphemeralHook:
             call: What copies it, for the message.
 
         Raises:
-            RuntimeError: Then. By default it can.
+            RuntimeError: From classes that need their module's parameters full; this one lets every copy be made.
         """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
