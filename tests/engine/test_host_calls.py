@@ -1,6 +1,6 @@
-"""Costs of a unit on the host do not depend on the number of units: calls of functions are counted, not timed.
+"""Costs of a unit on the host, in calls of functions: they do not depend on the number of units, and stay few.
 
-A loop that calls nothing goes unseen.
+Calls are counted, not timed. A loop that calls nothing goes unseen.
 """
 
 from __future__ import annotations
@@ -8,15 +8,20 @@ from __future__ import annotations
 import cProfile
 import pstats
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.device.fake_ranks import silent_world
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
 FEW, MORE, MANY = 6, 12, 24
+MOST = {1: 750, 2: 750, 3: 1080}
+"""Calls per unit of four parameters in a step of eight ranks, torch's among them, by stage."""
 
 
 class Block(nn.Sequential):
@@ -31,14 +36,39 @@ def test_calls_per_unit_do_not_grow_with_their_number(stage: int, part: str) -> 
     assert (more - few) / (MORE - FEW) == (many - more) / (MANY - MORE)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_calls_per_unit_of_one_rank_among_others(stage: int) -> None:
+    with silent_world(1, 8):
+        few, many = _calls(stage, FEW), _calls(stage, MANY)
+        count = sum(many.values()) - sum(few.values())
+    assert count / (MANY - FEW) <= MOST[stage]
+
+
+def test_no_step_looks_through_a_protocol() -> None:
+    with silent_world(1, 8):
+        called = _called(3, FEW)
+    # `isinstance` of a runtime-checkable protocol looks at all of its attributes: 70 microseconds each time.
+    assert called and ("typing.py", "__instancecheck__") not in called
+
+
 def _calls(stage: int, units: int) -> dict[str, int]:
     """Calls of functions in each part of one step, after some others."""
+    return {part: int(stats.total_calls) for part, stats in _profiles(stage, units).items()}
+
+
+def _called(stage: int, units: int) -> set[tuple[str, str]]:
+    """Functions that a step calls, by file and name."""
+    profiles: list[Any] = list(_profiles(stage, units).values())
+    return {(Path(file).name, name) for each in profiles for file, _, name in each.stats}
+
+
+def _profiles(stage: int, units: int) -> dict[str, pstats.Stats]:
     torch.manual_seed(0)
     module = nn.Sequential(*(Block(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(units)))
     engine = ZeroEngine(module, load_config(stage=stage, units={"classes": ["Block"]}))
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     engine.attach(optimizer)
-    found: dict[str, int] = {}
+    found: dict[str, pstats.Stats] = {}
     for _ in range(4):
         losses: list[torch.Tensor] = []
         parts: dict[str, Callable[[], object]] = {
@@ -47,15 +77,15 @@ def _calls(stage: int, units: int) -> dict[str, int]:
             "clipping": lambda: engine.clip_grad_norm_(1e-3),
             "step": optimizer.step,
         }
-        found = {name: _count(part) for name, part in parts.items()}
+        found = {name: _profile(part) for name, part in parts.items()}
         optimizer.zero_grad()
     engine.close()
     return found
 
 
-def _count(action: Callable[[], object]) -> int:
+def _profile(action: Callable[[], object]) -> pstats.Stats:
     profile = cProfile.Profile()
     profile.enable()
     action()
     profile.disable()
-    return int(pstats.Stats(profile).total_calls)
+    return pstats.Stats(profile)

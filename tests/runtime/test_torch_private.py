@@ -133,6 +133,42 @@ def test_versions_and_bases() -> None:
     assert private.versions_of([x, view]) == [before + 1, before + 1]
 
 
+class Watched(Tensor):
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_attributes_of_many_tensors_ask_no_subclass() -> None:
+    one, two = torch.zeros(2).as_subclass(Watched), torch.zeros(2, requires_grad=True)
+    one.requires_grad_().grad = torch.ones(2)
+    asked, versions = Watched.asked, [private.version_of(one), private.version_of(two)]
+    assert Watched.asked > asked
+    asked = Watched.asked
+    grads = private.grads_of([one, two])
+    assert private.versions_of([one, two]) == versions and Watched.asked == asked
+    assert grads[0] is not None and grads[0].tolist() == [1.0, 1.0] and grads[1] is None
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_without_grad(on: bool) -> None:
+    @private.without_grad
+    def modes(fails: bool) -> bool:
+        if fails:
+            raise ArithmeticError
+        return torch.is_grad_enabled()
+
+    with torch.set_grad_enabled(on):
+        assert not modes(False)
+        assert torch.is_grad_enabled() is on
+        with pytest.raises(ArithmeticError):
+            modes(True)
+        assert torch.is_grad_enabled() is on
+
+
 def test_what_runs_outside_of_transforms_may_write() -> None:
     memory, seen = torch.zeros(2), list[float]()
 

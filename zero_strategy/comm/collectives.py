@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -542,7 +542,8 @@ class Communicator:
         fetched = None if first is None else carrier.start(first)
         sent = len(parts) * numel * itemsize
         run = instrumentation.around(job.run, parts[0], sent, watched, flat.device)
-        with fetched.after() if isinstance(fetched, Fetch) else _AT_ONCE:
+        # A thread of the host keeps the order by itself; a device's own work is followed on its stream.
+        with _AT_ONCE if fetched is None or isinstance(fetched, Future) else cast(Fetch, fetched).after():
             started = carrier.start(run if after is None else _in_order(after.follow(), run))
         works = [work for work in (fetched, started) if work is not None]
         return instrumentation.pending(parts[0], works, watched, job.then, after)

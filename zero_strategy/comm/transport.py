@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,6 @@ class Work(Protocol):
         """True if it is over, on the device."""
 
 
-@runtime_checkable
 class Fetch(Work, Protocol):
     """The own slice on its way to the device, beside what it computes."""
 
@@ -494,7 +493,9 @@ class DeviceCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
-        self._is_nccl = group is not None and "nccl" in dist.get_backend(group)
+        backend = "" if group is None else dist.get_backend(group)
+        self._is_nccl = "nccl" in backend
+        self._is_gloo = "gloo" in backend and not self._is_nccl
 
     def warm_up(self, device: torch.device) -> None:
         """One element by each of the ways that buckets go. Only queued; the ranks have met to make the communicator.
@@ -520,7 +521,7 @@ class DeviceCollectives(Collectives):
     def _begin(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Work:
         """Let torch begin a collective; what it gives can be waited for any number of times."""
         work: Work = collective(*tensors, group=self.group, async_op=True, **options)
-        return work if self._is_nccl else WaitedOnce(work, tensors[0].device)
+        return WaitedOnce(work, tensors[0].device) if self._is_gloo else work
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""

@@ -26,12 +26,12 @@ from zero_strategy import ops
 from zero_strategy.comm.shared_memory import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
 from zero_strategy.fsdp.layout import BucketLayout, Piece
-from zero_strategy.fsdp.param_bucket import ParameterBucket, without_grad
+from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.ops.library import FLOATS
-from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_, sparse_parts
+from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_, sparse_parts, without_grad
 
 MOST_WAITING = 1 << 20
 """Bytes of gradients of a bucket that wait for each other, at most."""

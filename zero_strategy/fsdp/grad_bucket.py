@@ -17,7 +17,7 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ from torch import Tensor
 from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, DeferredScale, LocalSums, ReducedSums
 from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
-from zero_strategy.fsdp.param_bucket import ParameterBucket, without_grad
+from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction, SideStream
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.runtime.torch_private import grads_of, without_grad
 
 
 class GradientBucket:
@@ -274,7 +275,13 @@ class GradientBucket:
 
     def sync_removed(self) -> None:
         """Forget gradients if every `p.grad` was removed, as `zero_grad` does it."""
-        if self.live and all(self.bucket.parameters[index].grad is None for index in self.live):
+        if self.live:
+            parameters = self.bucket.parameters
+            self._notice_removed(grads_of([parameters[index] for index in self.live]))
+
+    def _notice_removed(self, shown: Iterable[Tensor | None]) -> None:
+        """Forget all gradients if none of these is shown: those of the parameters that hold one, or of all."""
+        if self.live and not any(gradient is not None for gradient in shown):
             self._forget_sums()
             for index in list(self.live):
                 self._forget(index)
@@ -282,9 +289,10 @@ class GradientBucket:
     @without_grad
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
-        self.sync_removed()
-        for index, parameter in enumerate(self.bucket.parameters):
-            shown = parameter.grad
+        grads = grads_of(self.bucket.parameters)
+        if self.live:
+            self._notice_removed([grads[index] for index in self.live])
+        for index, shown in enumerate(grads):
             if shown is None:
                 if index in self.live or index in self.own.live:
                     self._drop(index)

@@ -601,8 +601,12 @@ class ShardedModel:
         """Carry a step's new values to the parameters. A collective where these are whole; see `publish`."""
         if self.changed_values is not None:
             self.changed_values.gather(stepped, copied=copied)
-        elif self.mesh.observed.observer is not None or not self.arrivals.are_seen():
+        elif (
+            self.placement.shard_parameters  # nothing is gathered here: the next use does it
             # Who records steps is told of all that a step has sent before it is over.
+            or self.mesh.observed.observer is not None
+            or not self.arrivals.are_seen()
+        ):
             for work in [bucket.publish(copied=copied) for bucket in stepped]:
                 work.wait()
         else:

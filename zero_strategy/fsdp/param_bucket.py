@@ -12,7 +12,7 @@ refills the same storage object; nothing that autograd holds goes stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from threading import Lock
 from typing import ParamSpec, TypeVar
@@ -32,23 +32,16 @@ from zero_strategy.fsdp.user_writes import UserWrites
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedVector
 from zero_strategy.offload.tier import Landing, streams_of
-from zero_strategy.runtime.torch_private import holders_of, outside_transforms
+from zero_strategy.runtime.torch_private import (
+    DisableTorchFunctionSubclass,
+    holders_of,
+    in_transform,
+    outside_transforms,
+    without_grad,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function under `torch.no_grad()`; where gradients are off, as in a backward, it costs nothing more."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
@@ -57,14 +50,15 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
     Out of `torch.func`'s transforms as well, which refuse writes to what they did not make.
     """
 
-    plainly = outside_transforms(without_grad(function))
+    without = without_grad(function)
+    outside = outside_transforms(without)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return plainly(*args, **kwargs)
-        return plainly(*args, **kwargs)
+                return outside(*args, **kwargs)
+        return outside(*args, **kwargs) if in_transform() else without(*args, **kwargs)
 
     return call
 
@@ -383,8 +377,7 @@ class ParameterBucket:
 
     @outside_inference
     def _point_at_poison(self) -> None:
-        for tensor, poison in zip(self.tensors, self._poison_views):
-            SET_DATA(tensor, poison)
+        _set_all_data(self.tensors, self._poison_views)
         release_classes(self.parameters)
         if not self.placement.in_place:
             self._empty_flat()
@@ -630,8 +623,14 @@ class ParameterBucket:
     def _point_at_flat(self) -> None:
         if self.placement.shard_parameters:
             unshard_classes(self.parameters)
-        for tensor, view in zip(self.tensors, self.views):
-            SET_DATA(tensor, view)
+        _set_all_data(self.tensors, self.views)
+
+
+def _set_all_data(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Let tensors have other values; without torch's look for `__torch_function__` at each subclass."""
+    with DisableTorchFunctionSubclass():
+        for tensor, each in zip(tensors, values):
+            SET_DATA(tensor, each)
 
 
 class _Arrival:

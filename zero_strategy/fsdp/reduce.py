@@ -15,7 +15,6 @@ touched besides is reduced by everybody. A parameter that nobody touched keeps i
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.backward import Backward
 from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_accumulation import BufferReuse
@@ -34,9 +34,6 @@ from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, Reductio
 from zero_strategy.fsdp.released import trained
 from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
-
-MAX_IN_FLIGHT = 2
-"""Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
 
 
 def _no_flags() -> int:
@@ -111,19 +108,13 @@ class GradientReducer:
         self._agreed_flags = 0
         self.reductions = 0
         """How many have ended, on all ranks alike."""
-        self._divisor, self._divide_by = divisor, 1
+        self._divisor = divisor
         self._sync = True
         self._joined = self._paused = False
         self._began = False
         self._within: set[int] | None = None
-        self._active = False
-        self._next = 0
-        self._begun: set[int] = set()
-        self._awaited: set[ParameterHook] = set()
-        self._left: dict[int, None] = {}
-        """Buckets that left before the ranks agreed, in order."""
-        self._seen: list[set[int]] = [set() for _ in self.buckets]
-        self._in_flight: deque[GradientBucket] = deque()
+        self._backward = Backward(len(self.buckets))
+        """The one that runs, or the last one."""
         self._numbers = {id(bucket.bucket): number for number, bucket in enumerate(self.buckets)}
         self._hooks: list[Any] = []
         self._unreduced = False
@@ -198,16 +189,15 @@ class GradientReducer:
         self._hooks.clear()
         self.reset()
         self._reuse.close()
-        self._awaited.clear()
-        self.buckets, self._seen, self._numbers = [], [], {}
-        self.plan = ReductionPlan([])
+        self.buckets, self._numbers = [], {}
+        self.plan, self._backward = ReductionPlan([]), Backward(0)
 
     def before_forward(self) -> None:
         """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
-        if self._active and not in_backward():
+        if self._backward.running and not in_backward():
             warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
             self.reset()
-        if not self._active:
+        if not self._backward.running:
             for bucket in self.buckets:
                 bucket.sync_removed()
         self.make_masters()
@@ -216,31 +206,33 @@ class GradientReducer:
 
     def before_gradient(self, hook: ParameterHook) -> None:
         """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
-        if not self._active:
+        if not self._backward.running:
             self.begin_backward()
-        number = hook.number
+        backward, number, index = self._backward, hook.number, hook.index
         bucket = self.buckets[number]
-        if number not in self._begun:
-            self._begun.add(number)
+        if number not in backward.begun:
             bucket.bucket.make_master()
-            bucket.begin()
-        bucket.bucket.parameters[hook.index].grad = None
-        self._awaited.add(hook)
+            backward.begin(number, bucket)
+        if index in backward.shown[number]:
+            bucket.bucket.parameters[index].grad = None
+        backward.awaited.add(hook)
 
     def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None:
         """The parameter's gradient of this backward is in `p.grad`."""
-        number, index, gradient = hook.number, hook.index, parameter.grad
+        backward, number, index = self._backward, hook.number, hook.index
         bucket = self.buckets[number]
-        self._awaited.discard(hook)
+        backward.awaited.discard(hook)
+        gradient = parameter.grad
         assert gradient is not None
-        if self._divide_by != 1:
-            gradient = gradient / self._divide_by  # not in place: other parameters' may be the same tensor
+        if backward.divide_by != 1:
+            gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
         reduces = self._sync or not self.per_step
         if not reduces:
             bucket.keep_whole()
         bucket.accumulate(index, gradient)
         parameter.grad = bucket.handle(index)
-        self._seen[number].add(index)
+        backward.seen[number].add(index)
+        backward.shown[number].add(index)
         self.plan.arrivals.append(number)
         if reduces and self._unsharder is None:
             self._launch_full()
@@ -249,7 +241,7 @@ class GradientReducer:
         """The backward of a unit with these parameters is over, on every rank at the same point of its gathers."""
         if self._paused:
             return
-        if not self._active:
+        if not self._backward.running:
             self.begin_backward()
         if self._reduces:
             self._launch_unit(buckets)
@@ -257,7 +249,7 @@ class GradientReducer:
     def _launch_unit(self, buckets: Sequence[ParameterBucket]) -> None:
         numbers = [self._numbers[id(bucket)] for bucket in buckets if id(bucket) in self._numbers]
         for number in sorted(numbers):
-            if number not in self._left and self.plan.trains(number):
+            if number not in self._backward.left and self.plan.trains(number):
                 self._launch(number)
 
     def take_flags(self) -> int:
@@ -280,43 +272,39 @@ class GradientReducer:
         self._check_states("a backward")
         if self._announce is not None:
             self._announce("backward", self.shown())
-        self._divide_by = self._divisor()
-        self._active = True
+        divide_by = self._divisor()
         if not (self._joined and self._began):
             self._reuse.open()
-            self._forget_backward()
+            self._new_backward(divide_by)
             if self._reduces:
                 self._reduction_begins()
+        self._backward.divide_by, self._backward.running = divide_by, True
         self._began = True
         when_backward_ends(self._end_backward)
 
-    def _forget_backward(self) -> None:
-        self._next = 0
-        self._begun.clear()
-        self._awaited.clear()
-        self._left.clear()
-        for seen in self._seen:
-            seen.clear()
+    def _new_backward(self, divide_by: int = 1) -> None:
+        self._backward = Backward(len(self.buckets), divide_by)
         self.plan.begin([trained(bucket.bucket.parameters, self._within) for bucket in self.buckets])
 
     @property
     def in_backward(self) -> bool:
         """A backward goes on, or was interrupted."""
-        return self._active
+        return self._backward.running
 
     @property
     def _reduces(self) -> bool:
         return self._sync or not self.per_step
 
     def _launch_full(self) -> None:
-        order, expected = self.plan.order, self.plan.expected
-        while self._next < len(order):
-            number = order[self._next]
-            if not expected[number] <= self._seen[number]:
+        order, expected, backward = self.plan.order, self.plan.expected, self._backward
+        while backward.next < len(order):
+            number = order[backward.next]
+            wanted, seen = expected[number], backward.seen[number]
+            if len(seen) < len(wanted) or not wanted <= seen:  # a comparison of sets for each gradient takes long
                 return
-            if expected[number]:
+            if wanted:
                 self._launch(number)
-            self._next += 1
+            backward.next += 1
 
     def _launch(self, number: int) -> None:
         if self._announce is not None:
@@ -325,19 +313,12 @@ class GradientReducer:
 
     def _start(self, number: int) -> None:
         bucket = self.buckets[number]
-        if number not in self._begun:  # this rank did not touch it: notice `zero_grad` here
-            self._begun.add(number)
-            bucket.begin()
-        self._seen[number] |= bucket.own.live
-        self._left[number] = None
-        if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:  # each takes memory
-            self._in_flight.popleft().finish()
-        bucket.launch()
-        self._in_flight.append(bucket)
+        self._backward.begin(number, bucket)  # a rank that did not touch it notices `zero_grad` here
+        self._backward.leave(number, bucket)
 
     def _end_backward(self) -> None:
-        self._active = False
-        for hook in self._awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
+        self._backward.running = False
+        for hook in self._backward.awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
             self.buckets[hook.number].resume(hook.index)
         if not self._joined:
             self._finish_backward()
@@ -349,7 +330,7 @@ class GradientReducer:
         else:
             self._unreduced = True
             self._reuse.close()
-            for number in self._begun:
+            for number in self._backward.begun:
                 self.buckets[number].own.copy_waiting()
 
     # ---- the end of a backward, or of a step ----
@@ -366,7 +347,7 @@ class GradientReducer:
         """
         with self._inconsistent_after_errors():
             if self._unsharder is None:
-                for number in self.plan.order[self._next :]:  # what others may have sent early, in the same order
+                for number in self.plan.order[self._backward.next :]:  # others may have sent them early, in this order
                     if self.plan.expected[number]:
                         self._launch(number)
             else:
@@ -385,15 +366,14 @@ class GradientReducer:
         try:
             yield
         except BaseException:
-            self._active = True
+            self._backward.running = True
             raise
 
     def _begin_accumulated(self) -> None:
         """Begin the reduction of buckets with local sums of earlier micro-batches, which `no_sync` did not reduce."""
         for number, bucket in enumerate(self.buckets):
-            if number not in self._begun and bucket.own.live:
-                self._begun.add(number)
-                bucket.begin()
+            if bucket.own.live:
+                self._backward.begin(number, bucket)
 
     def shown(self) -> list[list[bool | Tensor | None]]:
         """Changes by the user to every `p.grad`, by bucket; see `GradientViews.changes`."""
@@ -407,7 +387,7 @@ class GradientReducer:
     def follow(self, what: str, value: Any) -> None:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
-            self._forget_backward()
+            self._new_backward()
             if self._reduces:
                 self._reduction_begins()
             self.follow_shown(value)
@@ -417,7 +397,7 @@ class GradientReducer:
             assert what == "agree"
             if value:
                 self.plan.expect_nothing()
-                self._left.clear()
+                self._backward.left.clear()
             with self._inconsistent_after_errors():
                 self._begin_accumulated()
                 agreed = self._agree(compares=False)
@@ -425,12 +405,14 @@ class GradientReducer:
 
     def _agree(self, *, compares: bool) -> Agreement:
         """Ends the reduction. `compares`: this rank knows by which rules the next step updates parameters."""
+        backward = self._backward
         touched = [
-            bucket.own.live | bucket.late.keys() | (self._seen[number] if number in self._left else set())
+            bucket.own.live | bucket.late.keys() | (backward.seen[number] if number in backward.left else set())
             for number, bucket in enumerate(self.buckets)
         ]
         late = [
-            number in self._left and bool(bucket.late or bucket.own.live) for number, bucket in enumerate(self.buckets)
+            number in backward.left and bool(bucket.late or bucket.own.live)
+            for number, bucket in enumerate(self.buckets)
         ]
         rules = self._agreement.rules() if compares else 0
         message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
@@ -441,22 +423,16 @@ class GradientReducer:
         messages = self.mesh.control.all_gather_small(message, "the parameters that have gradients")
         agreed = self.plan.learn([each[:length] for each in messages])
         for number in order:
-            if agreed.late[number] or (agreed.touched[number] and number not in self._left):
-                bucket = self.buckets[number]
-                if bucket in self._in_flight:
-                    self._in_flight.remove(bucket)
-                bucket.finish()
-                bucket.admit_late()
-                self._start(number)
+            if agreed.late[number] or (agreed.touched[number] and number not in backward.left):
+                backward.leave_again(number, self.buckets[number])
         self._agreed_flags |= agreed.flags
         self.reductions += 1
-        self._next, self._unreduced = 0, False
-        self._left.clear()
-        self._in_flight.clear()
+        self._unreduced = False
+        backward.agreed()
         for number, indices in enumerate(agreed.touched):
             bucket = self.buckets[number]
             bucket.finish()
-            bucket.hold(indices, shown=self._seen[number])
+            bucket.hold(indices, shown=backward.seen[number])
         if self._buffers is not None:
             self._buffers.share([each[length:] for each in messages])
         return agreed
@@ -468,23 +444,22 @@ class GradientReducer:
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
-        return hash((self._unsharder.checksum, *self._left)) & 0x7FFF if self._unsharder is not None else 0
+        return hash((self._unsharder.checksum, *self._backward.left)) & 0x7FFF if self._unsharder is not None else 0
 
     def reset(self) -> None:
         """Forget a backward that an exception tore apart, and all that was summed with it since the last step.
 
         After an exception outside of backward gradients stay as they are.
         """
-        if self._active:
+        if self._backward.running:
             self.drop()
 
     def drop(self) -> None:
         """Forget all gradients, those that `no_sync` kept back and the factors of a clip that wait with them too."""
         for bucket in self.buckets:
             bucket.clear()
-        self._in_flight.clear()
         self._reuse.close()
-        self._active, self._next, self._unreduced = False, 0, False
+        self._backward, self._unreduced = Backward(len(self.buckets)), False
 
     def settle(self) -> None:
         """Before gradients are used: reduce what `no_sync` kept back, follow what the user did to `p` and `p.grad`.
@@ -500,7 +475,7 @@ class GradientReducer:
         if self._unreduced:
             self._check_states("a reduction of gradients")
             self.plan.expect_nothing()
-            self._left.clear()
+            self._backward.left.clear()
             self.reduce(outside=True)
 
     @torch.no_grad()
@@ -533,7 +508,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
-        if self._active and not in_backward():
+        if self._backward.running and not in_backward():
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
 
 

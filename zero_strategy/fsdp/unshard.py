@@ -512,6 +512,8 @@ class _ForwardHook(EphemeralHook):
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: dict[type, int] = {}
         """Numbers of attributes of modules without results among them."""
+        self._parts: list[tuple[nn.Module, list[nn.Module | None], int]] = []
+        """The unit's modules at the last look: their children, and their number of attributes if it tells enough."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
@@ -556,24 +558,40 @@ class _ForwardHook(EphemeralHook):
 
     def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
-        parts, seen = [module], {id(module)}
-        for part in parts:
-            for child in children_of(part).values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    parts.append(child)
-            attributes, kind = part.__dict__, type(part)
-            if self._sizes.get(kind) == len(attributes):
+        if not self._are_as_before(module):
+            self._look_through(module)
+        for part, _, size in self._parts:
+            if size >= 0:
                 continue
-            if kind not in self._sizes and kind.__module__.startswith(_PLAIN_MODULES):
-                if not any(isinstance(value, Tensor) for value in attributes.values()):
-                    self._sizes[kind] = len(attributes)
-            for value in attributes.values():
+            for value in part.__dict__.values():
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
                     continue
                 if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
                     self._left[value] = True
                     yield value
+
+    def _are_as_before(self, module: nn.Module) -> bool:
+        """True if the unit has the modules of the last look, and those without results the same attributes."""
+        for part, children, size in self._parts:
+            if 0 <= size != len(part.__dict__) or list(children_of(part).values()) != children:
+                return False
+        return bool(self._parts) and self._parts[0][0] is module
+
+    def _look_through(self, module: nn.Module) -> None:
+        parts, seen = [module], {id(module)}
+        self._parts = []
+        for part in parts:
+            children = list(children_of(part).values())
+            for child in children:
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    parts.append(child)
+            attributes, kind = part.__dict__, type(part)
+            if kind not in self._sizes and kind.__module__.startswith(_PLAIN_MODULES):
+                if not any(isinstance(value, Tensor) for value in attributes.values()):
+                    self._sizes[kind] = len(attributes)
+            is_plain = self._sizes.get(kind) == len(attributes)
+            self._parts.append((part, children, len(attributes) if is_plain else -1))
 
     def check_copy(self, call: str) -> None:
         """Raise while the unit's parameters are released: a copy would have none."""

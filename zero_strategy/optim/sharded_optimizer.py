@@ -36,6 +36,7 @@ from zero_strategy.optim.pieces import Pieces
 from zero_strategy.optim.state_book import StateBook, Unknown
 from zero_strategy.optim.state_mapping import EditLog, StateMapping
 from zero_strategy.optim.step_method import StepMethod
+from zero_strategy.runtime.torch_private import without_grad
 
 METHODS: tuple[type[StepMethod], ...] = (LbfgsStep, OffloadedStep, MuonStep, MatrixStep, ElementwiseStep)
 """Ways to take steps, in the order in which they are asked for an optimizer; the last takes every one."""
@@ -138,6 +139,7 @@ class ShardedOptimizer:
         self.restore()  # an earlier step may have raised before its end
         return self._method.begin(args, kwargs)
 
+    @without_grad
     def end_step(self) -> None:
         """After torch's `step()`: the module's parameters are back in the groups, and whole where they have to be."""
         self._method.end()

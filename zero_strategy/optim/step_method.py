@@ -27,6 +27,7 @@ from zero_strategy.optim.own_steps import state_after_steps, trial_state
 from zero_strategy.optim.pieces import Pieces, Row
 from zero_strategy.optim.state_book import StateBook
 from zero_strategy.optim.streamed import Update
+from zero_strategy.runtime.torch_private import without_grad
 
 
 class SteppedOptimizer(Protocol):
@@ -191,24 +192,27 @@ class PieceStep(StepMethod):
 
     def begin(self, args: Any, kwargs: Any) -> Any:
         """See `StepMethod`: what is left for torch's code has its gradient, the rest is updated."""
-        sharded = self.sharded
         given = run_closure_first(args, kwargs)
+        self._begin(kwargs.get("grad_scale", 1.0))
+        return given
+
+    @without_grad  # once, not in each of the many calls below
+    def _begin(self, scale: float) -> None:
+        sharded = self.sharded
         sharded.follow_assigned_state()
         sharded.settle()
         self.prepare()
         self._list_pieces()
         if sharded.skip_next:
-            return given
+            return
         if not self.records_itself:
             sharded.record_before(self.changed)
         self.model.invalidate_unsharded(self.changed, recorded=True)
         try:
-            with torch.no_grad():
-                self.take(kwargs.get("grad_scale", 1.0))
+            self.take(scale)
         except Exception as error:
             sharded.stopped_by = f"{type(error).__name__}: {error}"
             raise
-        return given
 
     def _list_pieces(self) -> None:
         """Let the groups list pieces, and find out what the step changes, and by which gradients."""

@@ -19,6 +19,7 @@ from zero_strategy.config import (
     ResolvedConfig,
     ZeroConfig,
 )
+from zero_strategy.fsdp.backward import MAX_IN_FLIGHT
 from zero_strategy.fsdp.grad_accumulation import most_waiting
 from zero_strategy.fsdp.layout import (
     PLACEMENTS,
@@ -30,7 +31,6 @@ from zero_strategy.fsdp.layout import (
     lies_apart,
     wants_master,
 )
-from zero_strategy.fsdp.reduce import MAX_IN_FLIGHT
 from zero_strategy.offload.chunk_store import Allowance
 from zero_strategy.offload.chunks import Cuts, head_numel
 from zero_strategy.offload.stores import chunk_numel

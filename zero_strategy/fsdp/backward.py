@@ -1,0 +1,74 @@
+"""The state of one backward: what has come of its gradients, and which buckets have left with theirs."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from zero_strategy.fsdp.grad_bucket import GradientBucket
+from zero_strategy.fsdp.reduction_plan import ParameterHook
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way at once where their buffers live only as long: enough to overlap, few enough to bound them."""
+
+
+class Backward:
+    """Progress of one backward. The reducer makes it when autograd begins one; the next takes its place.
+
+    Buckets are known by their numbers. A bucket begins with its first gradient, or when it leaves without one; it
+    leaves when its reduction starts, once in a backward.
+
+    Args:
+        buckets: Their number.
+        divide_by: Its gradients are to be divided by this.
+
+    Attributes:
+        divide_by: As above.
+        running: Autograd runs it, or an exception tore it apart.
+        begun: Buckets that have begun.
+        seen: By bucket, the indices of parameters whose `p.grad` was set in this backward.
+        shown: By bucket that has begun, the indices of parameters whose `p.grad` may be a handle.
+        awaited: Hooks of gradients that autograd is about to add, or, in `torch.autograd.grad`, keeps to itself.
+        left: Buckets that left before the ranks agreed, in order.
+        next: Place in the plan's order of the first bucket that has not left.
+    """
+
+    def __init__(self, buckets: int, divide_by: int = 1) -> None:
+        self.divide_by, self.running = divide_by, False
+        self.begun: set[int] = set()
+        self.seen: list[set[int]] = [set() for _ in range(buckets)]
+        self.shown: dict[int, set[int]] = {}
+        self.awaited: set[ParameterHook] = set()
+        self.left: dict[int, None] = {}
+        self.next = 0
+        self._in_flight: deque[GradientBucket] = deque()
+
+    def begin(self, number: int, bucket: GradientBucket) -> None:
+        """Let a bucket take gradients: it notices `zero_grad`, and keeps earlier sums apart. Once is enough."""
+        if number not in self.begun:
+            self.begun.add(number)
+            bucket.begin()
+            self.shown[number] = {*bucket.live, *bucket.own.live, *bucket.late}
+
+    def leave(self, number: int, bucket: GradientBucket) -> None:
+        """Start the reduction of a bucket, which has begun; few are under way at once where each takes memory."""
+        self.seen[number] |= bucket.own.live
+        self.left[number] = None
+        if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        bucket.launch()
+        self._in_flight.append(bucket)
+
+    def leave_again(self, number: int, bucket: GradientBucket) -> None:
+        """Start a second reduction for gradients that came after the bucket had left, or that another rank has."""
+        if bucket in self._in_flight:
+            self._in_flight.remove(bucket)
+        bucket.finish()
+        bucket.admit_late()
+        self.begin(number, bucket)
+        self.leave(number, bucket)
+
+    def agreed(self) -> None:
+        """The ranks have agreed on what was reduced: nothing is under way any more."""
+        self.next = 0
+        self.left.clear()
+        self._in_flight.clear()
