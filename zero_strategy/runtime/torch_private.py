@@ -72,7 +72,7 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _GET_VERSION: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-_GET_GRAD: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GET_GRAD: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def version_of(tensor: Tensor) -> int:
