@@ -114,9 +114,9 @@ SUITES = (
     Suite(
         "tests",
         "the engine, offloading, activations, checkpoints",
-        (*_TESTS, *_WORKERS, "tests/gpu", "tests/activation", "tests/memory", "tests/checkpoint",
+        (*_TESTS, *_WORKERS, "tests/gpu", "tests/activation", "tests/planning", "tests/checkpoint",
          *(f"--ignore={path}" for path in (*_KERNELS, *_SHARED))),
-        (*_COLLECTED, "tests/gpu", "tests/activation", "tests/memory", "tests/checkpoint"),
+        (*_COLLECTED, "tests/gpu", "tests/activation", "tests/planning", "tests/checkpoint"),
         150,
         beside=True,
     ),

@@ -1,7 +1,7 @@
 """Writes checkpoints with the real DeepSpeed, and beside each one what was in the live engine, as an oracle.
 
     DS_ACCELERATOR=cpu python scripts/make_deepspeed_checkpoints.py OUT [--cases NAME ...] [--list]
-    python scripts/make_deepspeed_checkpoints.py OUT --cases NAME ... --pack tests/checkpoint/data/deepspeed.tar.xz
+    python scripts/make_deepspeed_checkpoints.py OUT --cases NAME ... --pack tests/convert/data/deepspeed.tar.xz
 
 Needs deepspeed (`DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`, with ninja and py-cpuinfo), which the
 package itself never imports. Two gloo ranks train a tiny model for a few steps on the CPU; `OUT/CASE/checkpoint` is the

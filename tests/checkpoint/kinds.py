@@ -15,8 +15,8 @@ import xxhash
 from safetensors.torch import save_model
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.checkpoint.foreign import our_checkpoint, trained
-from tests.checkpoint.interop.written import ARCHIVE
+from tests.convert.foreign import our_checkpoint, trained
+from tests.convert.interop.written import ARCHIVE
 from tests.checkpoint.piece_saving import on_hosts
 from tests.checkpoint.piece_saving import save as save_pieces
 from zero_strategy.convert.convert import convert, open_any, state_of

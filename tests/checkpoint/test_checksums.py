@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.foreign import trained
+from tests.convert.foreign import trained
 from tests.checkpoint.kinds import content, files_of, make
 from tests.checkpoint.saving import random_tensor, same, save
 from zero_strategy.checkpoint import CheckpointReader, ranges

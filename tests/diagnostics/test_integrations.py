@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.diagnostics.subjects import tiny
+from tests.verify.subjects import tiny
 from tests.integrations.trainers import Module, join, loader, trainer, zero
 from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
 from tests.integrations.with_transformers.training import trainer_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.pretended import pretend
+from tests.comm.pretended import pretend
 from zero_strategy.diagnostics import recorder as memory_use
 from zero_strategy.diagnostics.recorder import MemoryUse, get_autocast_status, get_ma_status, see_memory_usage
 

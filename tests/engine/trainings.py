@@ -194,7 +194,7 @@ class ShardedTraining(PlainTraining):
     def shard(self, module: nn.Module) -> nn.Module:
         self.module = module
         # The plain training runs torch's own optimizer code; scripts with fused optimizers run those on both sides.
-        # It keeps each rank's own buffers (tests/sharding/test_buffers.py has those of DDP).
+        # It keeps each rank's own buffers (tests/fsdp/test_buffers.py has those of DDP).
         fixed = {
             "units": {"min_numel": 0},
             "barrier_seconds": 5.0,

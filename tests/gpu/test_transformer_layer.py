@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.transformer_layer import peak_bytes
-from tests.transformer.test_layer import DROPOUT, LLAMA, SAVING, error, inputs, layer
+from tests.compat.transformer.test_layer import DROPOUT, LLAMA, SAVING, error, inputs, layer
 from zero_strategy import ops
 from zero_strategy.sequence.tiling import linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""Weight gradients that were put off, against autograd's. With several ranks: `tests/integrations/megatron`."""
+"""Weight gradients that were put off, against autograd's. With several ranks: `tests/compat/megatron`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.pretended import pretend
+from tests.comm.pretended import pretend
 from zero_strategy.compat.megatron.gradients import (
     drain_embedding_wgrad_compute,
     prepare_input_tensors_for_wgrad_compute,

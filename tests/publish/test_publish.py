@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.nets import loss_of, net
-from tests.engine.test_tensor_parallel import begin
+from tests.fsdp.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine, subscribe
 from zero_strategy.publish.folder import RECORD, VersionFolder, read_record, record_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.engine.nets import loss_of, net
-from tests.engine.test_tensor_parallel import begin
+from tests.fsdp.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 

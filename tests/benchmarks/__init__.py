@@ -1,0 +1,1 @@
+"""Tests of the benchmarks' arithmetic. No times are asserted."""

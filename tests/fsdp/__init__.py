@@ -1,0 +1,1 @@
+"""Tests of sharding: units, gathers, releases, gradients, and what users do to parameters."""

@@ -1,0 +1,1 @@
+"""Tests of tiers: memory of the host and files."""

@@ -1,0 +1,1 @@
+"""Tests of steps on pieces: optimizers, their state, norms, averages."""

@@ -1,1 +1,0 @@
-"""Tests of layout and units, without processes."""
