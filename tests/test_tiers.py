@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -19,22 +20,22 @@ FEATURES = {
     "quickstart/scripts.md": ["engine/test_exactness.py"],
     "guides/activation_checkpointing.md": ["activation/test_units.py", "activation/test_budget.py"],
     "guides/averages.md": [
-        "engine/test_averages.py", "integrations/test_averaging.py", "integrations/with_transformers/test_averages.py",
+        "optim/test_averages.py", "integrations/test_averaging.py", "integrations/with_transformers/test_averages.py",
     ],
     "guides/checkpoints.md": [
-        "integrations/test_checkpoints.py", "saving/test_background.py", "saving/test_retention.py",
+        "integrations/test_checkpoints.py", "checkpoint/test_background_saves.py", "checkpoint/test_removals.py",
         "checkpoint/test_remote.py",
     ],
     "guides/deepspeed_json.md": ["config/test_deepspeed_json.py"],
     "guides/deepspeed_scripts.md": [
-        "scripts/test_engine.py", "integrations/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
+        "compat/scripts/test_engine.py", "compat/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
     "guides/export.md": ["integrations/with_transformers/test_pretrained.py"],
     "guides/hangs.md": ["watchdog/test_desync.py"],
     "guides/inference_servers.md": [
         "publish/test_weights.py", "publish/test_publish.py", "publish/test_recorder.py", "publish/test_served.py",
     ],
-    "guides/large_models.md": ["engine/test_init.py", "integrations/with_transformers/test_pretrained.py"],
+    "guides/large_models.md": ["fsdp/test_init.py", "integrations/with_transformers/test_pretrained.py"],
     "guides/long_context.md": [
         "sequence/test_attention.py",
         "sequence/test_training.py",
@@ -42,38 +43,38 @@ FEATURES = {
     ],
     "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
     "guides/measuring.md": [
-        "diagnostics/test_integrations.py", "diagnostics/test_report.py", "diagnostics/test_straggler.py",
-        "diagnostics/test_doctor.py",
+        "diagnostics/test_integrations.py", "diagnostics/test_report.py", "compat/megatron/test_straggler.py",
+        "cli/test_doctor.py",
     ],
-    "guides/memory.md": ["planning/test_command.py", "memory/test_plan.py"],
-    "guides/migrating.md": ["integrations/deepspeed/test_names.py"],
-    "guides/multi_node.md": ["cluster/test_manifests.py", "sharding/test_changed_values.py"],
-    "guides/nans.md": ["diagnostics/test_nonfinite.py", "diagnostics/test_replica_check.py"],
+    "guides/memory.md": ["planning/test_command.py", "planning/test_plan.py"],
+    "guides/migrating.md": ["compat/deepspeed/test_names.py"],
+    "guides/multi_node.md": ["cluster/test_manifests.py", "fsdp/test_changed_values.py"],
+    "guides/nans.md": ["diagnostics/test_nonfinite.py", "compat/megatron/test_replica_check.py"],
     "guides/notebooks.md": ["integrations/test_registration.py"],
-    "guides/offloading.md": ["engine/test_offload.py"],
-    "guides/ops.md": ["ops/test_functions.py", "transformer/test_layer.py"],
+    "guides/offloading.md": ["offload/test_state_in_files.py"],
+    "guides/ops.md": ["ops/test_functions.py", "compat/transformer/test_layer.py"],
     "guides/optimizers.md": [
-        "engine/test_optimizers.py", "engine/test_matrix_optimizers.py", "engine/test_lbfgs.py",
+        "optim/test_optimizers.py", "optim/test_matrix_optimizers.py", "optim/test_lbfgs.py",
     ],
-    "guides/other_libraries.md": ["engine/test_matrix_optimizers.py"],
+    "guides/other_libraries.md": ["optim/test_matrix_optimizers.py"],
     "guides/other_checkpoints.md": [
-        "checkpoint/interop/test_deepspeed.py", "checkpoint/interop/test_universal.py", "checkpoint/test_commands.py",
+        "convert/interop/test_deepspeed.py", "convert/interop/test_universal.py", "cli/test_checkpoint_commands.py",
     ],
     "guides/parameters_and_gradients.md": [
-        "engine/test_gathered_writes.py", "engine/test_gradients.py", "integrations/test_ends.py",
+        "fsdp/test_gathered_writes.py", "fsdp/test_gradients.py", "integrations/test_ends.py",
     ],
     "guides/pipelines.md": [
         "integrations/test_pipeline.py", "pipeline/test_module.py", "pipeline/test_engine.py",
         "integrations/with_accelerate/test_pipelines.py",
     ],
-    "guides/precision.md": ["engine/test_nonfinite_steps.py"],
+    "guides/precision.md": ["optim/test_nonfinite_steps.py"],
     "guides/preemption.md": ["integrations/test_preemption.py", "integrations/test_resume.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
-    "guides/tensor_parallelism.md": ["engine/test_tensor_parallel.py", "integrations/test_tensor_models.py"],
+    "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/test_tensor_models.py"],
     "guides/uneven_batches.md": ["integrations/test_uneven.py"],
-    "guides/utilities.md": ["integrations/megatron/test_on_ranks.py"],
-    "guides/verify.md": ["diagnostics/test_verify_integrations.py", "diagnostics/test_verify_rounding.py"],
+    "guides/utilities.md": ["compat/megatron/test_on_ranks.py"],
+    "guides/verify.md": ["verify/test_calls.py", "verify/test_rounding.py"],
     "reference/settings.md": ["config/test_schema.py"],
     "../README.md": ["examples/test_configs.py"],
 }  # fmt: skip
@@ -85,6 +86,22 @@ def test_each_page_of_the_documentation_that_describes_a_feature_has_a_test() ->
     pages = [path for folder in ("quickstart", "guides") for path in (ROOT / "docs" / folder).glob("*.md")]
     assert {str(path.relative_to(ROOT / "docs")) for path in pages} <= FEATURES.keys()
     assert all((ROOT / "docs" / page).is_file() for page in FEATURES)
+
+
+def test_folders_are_those_of_the_package_or_named_here() -> None:
+    packages = {path.name for path in (ROOT / "zero_strategy").iterdir() if (path / "__init__.py").is_file()}
+    others = {"attack", "benchmarks", "cluster", "conformance", "device", "engine", "examples", "gpu"}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert folders <= packages | others
+
+
+def test_no_two_tests_have_one_name() -> None:
+    files: dict[str, list[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                files.setdefault(node.name, []).append(path.name)
+    assert not {name: found for name, found in files.items() if len(found) > 1}
 
 
 def test_make_test_reaches_every_feature_and_every_file(request: pytest.FixtureRequest) -> None:

@@ -94,7 +94,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("row", SIGNATURES)
-def test_arguments_come_in_the_documented_order_with_the_documented_defaults(row: str) -> None:
+def test_checkpointing_arguments_come_in_the_documented_order_with_the_documented_defaults(row: str) -> None:
     function, documented = SIGNATURES[row]
     found = inspect.signature(function).parameters
     assert {name: found[name].default for name in list(found)[: len(documented)]} == documented

@@ -60,13 +60,13 @@ NETS = [(Transformer, (2, 5, WIDTH)), (Strange, (4, WIDTH)), (Adapters, (2, 5, W
 
 
 @pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
-def test_one_rank(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
+def test_checkpointing_one_rank(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
     (wrong,) = ranks(1)(play, partial(trains, build=net, shape=shape), SETTINGS)
     assert not wrong
 
 
 @pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
-def test_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
+def test_checkpointing_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
     for wrong in ranks(2)(play, partial(trains, build=net, shape=shape), SETTINGS):
         assert not wrong
 

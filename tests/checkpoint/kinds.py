@@ -15,10 +15,10 @@ import xxhash
 from safetensors.torch import save_model
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.convert.foreign import our_checkpoint, trained
-from tests.convert.interop.written import ARCHIVE
 from tests.checkpoint.piece_saving import on_hosts
 from tests.checkpoint.piece_saving import save as save_pieces
+from tests.convert.foreign import our_checkpoint, trained
+from tests.convert.interop.written import ARCHIVE
 from zero_strategy.convert.convert import convert, open_any, state_of
 from zero_strategy.convert.portable import loaded
 

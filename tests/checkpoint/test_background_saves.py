@@ -109,7 +109,7 @@ def saved_while_training(folder: Path, stage: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3), (3, 2)])
-def test_it_holds_the_state_of_the_call(tmp_path: Path, ranks: Launcher, world: int, stage: int) -> None:
+def test_background_save_holds_the_state_of_the_call(tmp_path: Path, ranks: Launcher, world: int, stage: int) -> None:
     run: Any = ranks(world) if world > 1 else None
     found = run(saved_while_training, tmp_path, stage) if run else [saved_while_training(tmp_path, stage)]
     assert [result["early"] for result in found] == [(False, False, True)] * world

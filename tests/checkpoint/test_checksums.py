@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.convert.foreign import trained
 from tests.checkpoint.kinds import content, files_of, make
 from tests.checkpoint.saving import random_tensor, same, save
+from tests.convert.foreign import trained
 from zero_strategy.checkpoint import CheckpointReader, ranges
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify

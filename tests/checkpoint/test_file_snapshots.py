@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.offload.test_state_in_files import make, outcome, tiers, train, unequal
-from tests.launcher import Launcher
 from tests.checkpoint.test_background_saves import HeldBack, digests, rank
+from tests.launcher import Launcher
+from tests.offload.test_state_in_files import make, outcome, tiers, train, unequal
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.offload.tier import NvmeTier, NvmeTransfer
 
@@ -75,7 +75,9 @@ def all_tiers(folder: Path, names: list[str], dtype: torch.dtype | None) -> list
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (1, None)])
-def test_it_holds_the_state_of_the_call(ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None) -> None:
+def test_file_snapshot_holds_the_state_of_the_call(
+    ranks: Launcher, tmp_path: Path, world: int, dtype: torch.dtype | None
+) -> None:
     names = list(TIERS) if world == 2 else ["half resident"]
     for wrong in ranks(world)(all_tiers, tmp_path, names, dtype):
         assert wrong == []

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import zero_strategy
-from tests.launcher import Launcher
 from tests.checkpoint.test_background_saves import digests, make, train
+from tests.launcher import Launcher
 from zero_strategy.checkpoint.folders import OWNER_NAME, leave_mark, make_signed, mark_name, remove_leftovers
 from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.config import load_config

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.convert.foreign import check, our_checkpoint, trained
 from tests.checkpoint.saving import same, save
+from tests.convert.foreign import check, our_checkpoint, trained
 from tests.convert.test_portable import ADAM, MODEL, RECORDS, tensor_files
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.cli import main

@@ -233,7 +233,7 @@ def meetings(case: str, timeout: float = 1.5) -> tuple[str, float]:
     return "met", time.monotonic() - start
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
+def test_meeting_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
     first, _, third = ranks(3)(meetings, "missing")
     for message, seconds in (first, third):
         assert "save needs all 3 ranks" in message and "rank(s) [1] did not come" in message

@@ -55,7 +55,7 @@ def test_mpi_is_not_looked_for_unasked() -> None:
     assert discover(MPICH, mpi=False) is None and discover(TORCHRUN, mpi=False) is not None
 
 
-def test_what_is_missing_is_named() -> None:
+def test_launch_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"Open MPI started 4 ranks on several hosts.*MASTER_ADDR"):
         discover({key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"})
     with pytest.raises(ValueError, match="WORLD_SIZE is 2, but RANK is not set"):

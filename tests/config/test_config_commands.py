@@ -88,7 +88,7 @@ def test_explain_reads_our_files_and_base64(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("action", ["explain", "convert"])
-def test_what_cannot_be_read(action: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_command_what_cannot_be_read(action: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, _, errors = run(capsys, action, tmp_path / "nowhere.json")
     assert status == 2 and "nowhere.json" in errors
     path = saved(tmp_path / "ds.json", {"zero_optimization": {"stagee": 2}})

@@ -274,7 +274,7 @@ def test_text_that_cannot_be_read(tmp_path: Path, text: str, error: type[Excepti
         ({"fp16": {}, "overlap_com": True}, "'overlap_com'", f"did you mean '{ZERO}.overlap_comm'?"),
     ],
 )
-def test_unknown_key(config: dict[str, Any], key: str, meant: str) -> None:
+def test_json_unknown_key(config: dict[str, Any], key: str, meant: str) -> None:
     with pytest.raises(ValueError, match="unknown key") as error:
         read_deepspeed(config)
     assert key in str(error.value) and meant in str(error.value).split(";")[1]

@@ -199,7 +199,7 @@ def test_unresolvable_dictconfig():
         ({"mesh": {"banana": 2}}, "mesh.banana", "'mesh' has: replicate, shard, tensor"),
     ],
 )
-def test_unknown_key(values, key, meant):
+def test_settings_unknown_key(values, key, meant):
     for source, origin in [((values,), "user: mapping"), ((OmegaConf.create(values),), "user: DictConfig")]:
         with pytest.raises(ValueError) as error:
             load_config(*source)

@@ -66,7 +66,7 @@ def test_every_layout(tmp_path: Path, kind: str) -> None:
     assert state.loss_scaler is not None and state.loss_scaler["scale"] == 4.0
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_accelerate_state_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     torch.save({}, tmp_path / "a" / "pytorch_model_fsdp_0_rank0.bin")
     assert accelerate.detect(tmp_path / "a")

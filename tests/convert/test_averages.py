@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_as_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = [plain(tmp_path / str(seed), weights(seed)) for seed in range(2)]
     command = [
         "checkpoint",

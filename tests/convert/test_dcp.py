@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.convert.foreign import adamw, build, check, our_checkpoint, step, trained
 from tests.checkpoint.saving import same, save
+from tests.convert.foreign import adamw, build, check, our_checkpoint, step, trained
 from tests.convert.test_portable import ADAM, MODEL, RECORDS
 from tests.launcher import Launcher
 from zero_strategy.checkpoint.reader import CheckpointReader
@@ -37,7 +37,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("names", [("model", "optimizer"), ("app.model", "app.optim")])
-def test_one_process(tmp_path: Path, names: tuple[str, str], flat: bool) -> None:
+def test_dcp_one_process(tmp_path: Path, names: tuple[str, str], flat: bool) -> None:
     model, optimizer = trained()
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
     content: dict[str, Any] = {names[0].rpartition(".")[2]: weights, names[1].rpartition(".")[2]: states, "step": 3}
@@ -107,7 +107,7 @@ def gathered(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
-def test_two_ranks(ranks: Launcher, tmp_path: Path, kind: str) -> None:
+def test_dcp_two_ranks(ranks: Launcher, tmp_path: Path, kind: str) -> None:
     weights, states = ranks(2)(save_sharded, kind, str(tmp_path / "dcp"))[0]
     state = interop.read(tmp_path / "dcp")
     assert len(list((tmp_path / "dcp").glob("__1_*"))) == 1  # rank 1 wrote its part
@@ -164,7 +164,7 @@ def test_what_is_written_loads_in_two_ranks_of_fsdp(ranks: Launcher, tmp_path: P
         assert all(same(moments[n][key], item) for n, values in states.items() for key, item in values.items())
 
 
-def test_out_and_in_again(tmp_path: Path) -> None:
+def test_dcp_out_and_in_again(tmp_path: Path) -> None:
     rest: dict[str, Any] = {"client_state": {"seen": [1, {"x": torch.ones(2)}]}, "lr_scheduler": {"last_epoch": 1}}
     save(tmp_path / "c", MODEL, {"0": ADAM, "1": {"exp_avg": ADAM["exp_avg"]}}, manifest=RECORDS)
     state = portable_of(CheckpointReader(tmp_path / "c"))
@@ -191,7 +191,7 @@ class Evil:
         return print, ("executed",)
 
 
-def test_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dcp_damage_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for name, harm, message in [

@@ -52,7 +52,7 @@ def test_a_plain_state_dict_with_wrappers_names(tmp_path: Path, zipped: bool) ->
     assert next(iter(kept.weights)) == "module.unused"
 
 
-def test_out_and_in_again(tmp_path: Path) -> None:
+def test_torch_file_out_and_in_again(tmp_path: Path) -> None:
     model, optimizer = trained()
     rest: dict[str, Any] = {"counters": {"global_steps": 3}, "client_state": {"seen": 9}, "user": {"k": (1,)}}
     rest |= {"lr_scheduler": {"last_epoch": 1}, "extra_files": {"a/b.bin": b"\0"}}
@@ -106,7 +106,7 @@ def test_groups_that_shapes_do_not_tell_apart(tmp_path: Path) -> None:
     check(torch_file.read(tmp_path / "file.pt", weights_only=True), model, None)
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_torch_file_what_cannot_be_read(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "no_model.pt")
     with pytest.raises(ValueError, match=r"no state dict found.*\['epoch'\]"):
         torch_file.read(tmp_path / "no_model.pt")
@@ -117,7 +117,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert not torch_file.detect(tmp_path / "text.pt") and not torch_file.detect(tmp_path)
 
 
-def test_extra_state_of_modules(tmp_path: Path) -> None:
+def test_torch_file_extra_state_of_modules(tmp_path: Path) -> None:
     class Counting(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"calls": 4}

@@ -100,7 +100,7 @@ def parameters_used_before_they_are_there(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_planted_defect_is_found(
+def test_overlap_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

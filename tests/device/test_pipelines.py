@@ -312,7 +312,7 @@ def tensors_changed_while_they_are_sent(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda one: getattr(one, "__name__", one),
 )
-def test_a_planted_defect_is_found(
+def test_pipeline_messages_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

@@ -439,7 +439,7 @@ DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], N
 
 
 @pytest.mark.parametrize(("plant", "run"), DEFECTS, ids=[plant.__name__ for plant, _ in DEFECTS])
-def test_a_planted_defect_is_found(
+def test_streams_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], run: Callable[[Recorder], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

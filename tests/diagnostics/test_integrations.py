@@ -14,11 +14,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.verify.subjects import tiny
 from tests.integrations.trainers import Module, join, loader, trainer, zero
 from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
 from tests.integrations.with_transformers.training import trainer_of
 from tests.launcher import Launcher
+from tests.verify.subjects import tiny
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run
 from zero_strategy.integrations.fabric import ZeroStrategy

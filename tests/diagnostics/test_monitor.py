@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_strategy.compat.deepspeed as deepspeed
-from tests.launcher import Launcher
 from tests.compat.scripts.old_script import data, net
+from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.config import load_config
 from zero_strategy.diagnostics.recorder import install_diagnostics

@@ -116,7 +116,7 @@ def searched(stages: list[int]) -> dict[tuple[int, float], str]:
 
 
 @pytest.mark.parametrize("stages", [[0, 2], [3]], ids=["whole", "sharded"])
-def test_two_ranks(ranks: Launcher, stages: list[int]) -> None:
+def test_first_nonfinite_two_ranks(ranks: Launcher, stages: list[int]) -> None:
     first, second = ranks(2, timeout=90)(searched, stages)
     assert first == second
     expected = {

@@ -173,7 +173,7 @@ def test_norms_are_logged(ranks: Launcher) -> None:
         assert found == pytest.approx((norm, norm, CLIP), rel=1e-4)
 
 
-def test_what_is_refused() -> None:
+def test_norm_log_what_is_refused() -> None:
     with pytest.raises(ValueError, match="every_n_steps is -1"):
         ParameterNorms(-1)
     with pytest.raises(ValueError, match="neither gradients nor updates"):

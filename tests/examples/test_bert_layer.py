@@ -22,7 +22,7 @@ def test_options_save_memory_and_change_no_loss(capsys: pytest.CaptureFixture[st
     assert all(name in printed for name in found) and "MB" in printed and "ms" in printed
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bert_layer_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bert_layer.main(["--help"])
     assert caught.value.code == 0 and "--vocabulary" in capsys.readouterr().out

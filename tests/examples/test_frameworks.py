@@ -109,7 +109,7 @@ def test_gan_example(ranks: Launcher, tmp_path: Path) -> None:
     ],
     ids=["accelerate_gpt", "transformers_gpt", "lora_peft", "gan_two_optimizers"],
 )
-def test_as_a_command(words: list[str], last: str, tmp_path: Path) -> None:
+def test_frameworks_as_a_command(words: list[str], last: str, tmp_path: Path) -> None:
     """As the table in examples/README.md starts them; a launcher's processes import everything anew."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -84,7 +84,7 @@ def test_sampling_is_reproducible_beyond_the_block_size() -> None:
     assert first != sample_gpt.generate(model, b"import", 40, temperature=0.7, seed=4)
 
 
-def test_command_line(checkpoint: Path) -> None:
+def test_sample_gpt_command_line(checkpoint: Path) -> None:
     save_file(trained_weights(), checkpoint / "model.safetensors")
     done = run_warm_script(sample_gpt.__file__, str(checkpoint), "--prompt", "def f(", "--bytes", "10", cwd=checkpoint)
     assert done.stdout.startswith("def f(") and done.returncode == 0, done.stderr

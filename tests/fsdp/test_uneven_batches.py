@@ -271,7 +271,7 @@ def test_batches_that_are_changed_and_loops_that_end_early(ranks: Launcher) -> N
     ranks(2)(once_again)
 
 
-def test_one_rank() -> None:
+def test_uneven_batches_one_rank() -> None:
     engine = ZeroEngine(nn.Linear(2, 2), {"stage": 3})
     assert list(engine.join_batches("ab")) == [("a", 1.0), ("b", 1.0)]
     with pytest.raises(KeyError, match="row 7"):

@@ -32,11 +32,11 @@ def native() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("affine", ["", "weight", "bias", "weight bias"])
-def test_norms(shape: tuple[int, int], dtype: torch.dtype, centered: bool, affine: str) -> None:
+def test_gpu_layers_norms(shape: tuple[int, int], dtype: torch.dtype, centered: bool, affine: str) -> None:
     COMPARED.norms(shape, dtype, centered, affine)
 
 
-def test_a_weight_near_zero_is_refused() -> None:
+def test_gpu_layers_weight_near_zero_is_refused() -> None:
     x, weight, bias, _ = (there(part, DEVICE) for part in arguments(4, 32, torch.float32, torch.bfloat16))
     ops.layer_norm(x, 32, weight, bias, invertible=True)
     weight[5] = -1e-4
@@ -94,7 +94,7 @@ def test_layers_run_on_the_current_stream_and_give_the_same_bits_again() -> None
     assert all(same_bits(a, b) for a, b in zip(expected, recorded, strict=True))
 
 
-def test_more_elements_than_fit_into_32_bits() -> None:
+def test_gpu_layers_more_elements_than_fit_into_32_bits() -> None:
     columns = 4104
     rows = 2**31 // columns + 3
     if torch.cuda.mem_get_info()[0] < 10 * rows * columns:

@@ -133,7 +133,7 @@ def test_copies_and_sums_give_the_bits_of_their_references(
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_every_number_is_converted_as_torch_does() -> None:
+def test_gpu_ops_every_number_is_converted_as_torch_does() -> None:
     half = torch.arange(65536, dtype=torch.int32).to(torch.int16).cuda()
     bits = torch.randint(-(2**31), 2**31 - 1, (1 << 22,), device="cuda").to(torch.int32)
     ties = half.view(torch.float16).float().view(torch.int32) + 0x1000
@@ -152,7 +152,7 @@ def test_more_tensors_than_a_table_holds(check: str) -> None:
     getattr(many_tensors, check)("cuda")
 
 
-def test_results_may_replace_their_inputs() -> None:
+def test_gpu_ops_results_may_replace_their_inputs() -> None:
     (x,), (y,) = ([made(seed, torch.float32)[-1]] for seed in (0, 1))
     expected = x * 2 + y * 3
     ops.axpby_([x], [y], [y], 2.0, 3.0)
@@ -192,7 +192,7 @@ def test_another_device_than_the_current_one() -> None:
     assert bool((x == 3).all())
 
 
-def test_more_elements_than_fit_into_32_bits() -> None:
+def test_gpu_ops_more_elements_than_fit_into_32_bits() -> None:
     numel = 2**31 + 8199
     if torch.cuda.mem_get_info()[0] < 8 * numel:
         pytest.skip("needs 16 GiB of free memory")

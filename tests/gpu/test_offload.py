@@ -169,7 +169,7 @@ def test_offloaded_gradients_have_the_same_bits(nccl: object) -> None:  # noqa: 
     assert len(found[0]) == 2 * DEPTH and all(map(torch.equal, *found))
 
 
-def test_a_failed_registration_leaves_no_error() -> None:
+def test_gpu_offload_failed_registration_leaves_no_error() -> None:
     """CUDA keeps the code of a failed call, and the next launch of a kernel would raise it."""
     memory = HostMemory(1 << 20, pinned=True)
     assert memory.pinned

@@ -71,7 +71,7 @@ def test_steps_have_the_bits_of_the_references_on_the_host(gradients: torch.dtyp
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_has_the_bits_of_torchs_fused_one(kind: type[torch.optim.Adam]) -> None:
+def test_gpu_without_library_adam_has_the_bits_of_torchs_fused_one(kind: type[torch.optim.Adam]) -> None:
     params, grads, first, second = ([t.cuda() for t in made(i, positive=i == 3)] for i in range(4))
     theirs = [torch.nn.Parameter(each.clone()) for each in params]
     optimizer = kind(theirs, lr=1e-3, weight_decay=0.1, fused=True)
@@ -88,7 +88,7 @@ def test_adam_has_the_bits_of_torchs_fused_one(kind: type[torch.optim.Adam]) -> 
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
-def test_norms(order: float) -> None:
+def test_gpu_without_library_norms(order: float) -> None:
     tensors = [*made(0), *made(1, LOW)]
     expected, _ = multi_tensor._grad_stats_reference(tensors, order)
     there = [tensor.cuda() for tensor in tensors]

@@ -439,7 +439,7 @@ def extra(tmp: str) -> list[int]:
     return [loaded.counting.count, plain.counting.count]
 
 
-def test_extra_state_of_modules(ranks: Launcher, tmp_path: Path) -> None:
+def test_lightning_checkpoint_extra_state_of_modules(ranks: Launcher, tmp_path: Path) -> None:
     assert ranks(2)(extra, str(tmp_path)) == [[4, 4], [4, 4]]
 
 

@@ -89,6 +89,6 @@ def test_a_trainer(fresh_ranks: Launcher, tmp_path: Path) -> None:
         assert not any(found.values()), found
 
 
-def test_accelerate(fresh_ranks: Launcher) -> None:
+def test_end_of_run_accelerate(fresh_ranks: Launcher) -> None:
     for found in fresh_ranks(2, timeout=120)(scripts):
         assert not any(found.values()), found

@@ -124,7 +124,7 @@ def released_in_the_loss() -> None:
     run.backward(loss)
 
 
-def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
+def test_fabric_loss_that_reads_released_parameters(ranks: Launcher) -> None:
     ranks(2)(released_in_the_loss)
 
 

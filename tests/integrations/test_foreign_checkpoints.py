@@ -136,7 +136,7 @@ class Odd:
     """Hyper-parameters may be of any class."""
 
 
-def test_hyper_parameters_that_are_not_plain_data(tmp_path: Path) -> None:
+def test_foreign_checkpoint_hyper_parameters_that_are_not_plain_data(tmp_path: Path) -> None:
     content = {"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6.0"}
     torch.save({**content, "hyper_parameters": {"a": Odd()}}, tmp_path / "run.ckpt")
     with pytest.raises(ValueError, match=r"run.ckpt.*Odd"):

@@ -77,7 +77,7 @@ def test_copies_of_a_pipeline(ranks: Launcher) -> None:
     check(ranks, [Case(2, 3), Case(2, 2, accumulate=2)])
 
 
-def test_low_precision(ranks: Launcher) -> None:
+def test_pipeline_strategy_low_precision(ranks: Launcher) -> None:
     """Layers in the precision's context; micro-batches round as the whole batch does, but sums of them do not."""
     check(ranks, [Case(precision="bf16-mixed"), Case(precision="16-mixed")], close=2e-2)
 
@@ -213,7 +213,7 @@ def test_copies_with_different_batches(ranks: Launcher) -> None:
 # ---- settings ----
 
 
-def test_settings() -> None:
+def test_pipeline_strategy_settings() -> None:
     strategy = zero_strategy.PipelineStrategy(stages=2, schedule="zbv", micro_batches=8, zero_stage=2, prefetch=3)
     config = strategy.config
     assert (config.stage, config.prefetch) == (2, 3)
@@ -227,7 +227,7 @@ def test_settings() -> None:
     assert type(copied) is type(strategy) and copied.config == strategy.config
 
 
-def test_command_line() -> None:
+def test_pipeline_strategy_command_line() -> None:
     flags = ["--trainer.strategy=zero_strategy.PipelineStrategy", "--trainer.strategy.stages=1"]
     flags += ["--trainer.strategy.schedule=gpipe", "--trainer.strategy.zero_stage=2", "--trainer.strategy.prefetch=4"]
     config = cli(*flags).strategy.config

@@ -181,7 +181,7 @@ def test_losses_of_classification(problem: str, labels: Tensor, classes: int) ->
         assert torch.equal(loss_of(expected.logits, {"labels": labels}), expected.loss)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_pipeline_model_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="no pipeline recipe for Linear, only for GPT2LMHeadModel, LlamaForCausalLM"):
         pipeline_layers(torch.nn.Linear(2, 2))
     layers = pipeline_layers(build("llama"))

@@ -94,7 +94,7 @@ def test_devices_without_collectives() -> None:
             check_device(torch.device(name), "Trainer")
 
 
-def test_settings() -> None:
+def test_lightning_settings() -> None:
     from datetime import timedelta
 
     with pytest.raises(ValueError, match="Trainer"):
@@ -128,7 +128,7 @@ def penalties() -> list[float]:
     return [error(train(Penalized(gathers), 3), expected) for gathers in (False, True)]
 
 
-def test_a_loss_that_reads_released_parameters(ranks: Launcher) -> None:
+def test_lightning_loss_that_reads_released_parameters(ranks: Launcher) -> None:
     """A `training_step` gathers what it reads, with and without a scope."""
     for found in ranks(2)(penalties):
         assert max(found) < 1e-5
@@ -160,7 +160,7 @@ def schedules() -> None:
         trainer("zero1").fit(Scheduling(False), loader())
 
 
-def test_a_scheduler_has_one_owner(ranks: Launcher) -> None:
+def test_lightning_scheduler_has_one_owner(ranks: Launcher) -> None:
     ranks(2)(schedules)
 
 

@@ -137,7 +137,7 @@ def trained(
         ("bert", "plain", 3, {"sequence": 2}),
     ],
 )
-def test_the_trainer_of_transformers(
+def test_sequence_trainer_of_transformers(
     ranks: Launcher, tmp_path: Path, kind: str, form: str, stage: int, mesh: dict[str, int]
 ) -> None:
     theirs, weights = ranks(2, timeout=120)(trained, None, kind, form, 0, str(tmp_path / "plain"))[0]
@@ -256,7 +256,7 @@ def sp_loss(accelerator: Any, model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["settings", "cp"])
-def test_a_loop_of_accelerate(ranks: Launcher, way: str) -> None:
+def test_sequence_loop_of_accelerate(ranks: Launcher, way: str) -> None:
     losses, weights, rate, _, _ = ranks(2, timeout=120)(loop, "llama", "plain")[0]
     for ours, state, rates, seen, named in ranks(4, timeout=120)(loop, "llama", way):
         assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) == 20
@@ -310,7 +310,7 @@ def lightning(mesh: dict[str, int] | None) -> Any:
     return module.losses, {name: tensor.detach().clone() for name, tensor in state.items()}, value
 
 
-def test_a_trainer_of_lightning(ranks: Launcher) -> None:
+def test_sequence_trainer_of_lightning(ranks: Launcher) -> None:
     plain = ranks(2, timeout=120)(lightning, None)
     for rank, (losses, state, value) in enumerate(ranks(4, timeout=120)(lightning, {"sequence": 2})):
         expected, weights, wanted = plain[rank // 2]
@@ -561,7 +561,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_cannot_be_divided_is_refused_by_name(ranks: Launcher) -> None:
+def test_sequence_what_cannot_be_divided_is_refused_by_name(ranks: Launcher) -> None:
     for found in ranks(2)(refusals):
         for what, text in {
             "attention_dropout": "config.attention_dropout=0.1",

@@ -126,7 +126,7 @@ def test_a_plan_without_one_of_the_layers_is_refused() -> None:
         config.plan(transformers.LlamaForCausalLM(heads), world_size=2)
 
 
-def test_the_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -> None:
+def test_tensor_model_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -> None:
     theirs, weights = ranks(2, timeout=120)(trained, None, "llama", "plain", 0, str(tmp_path / "plain"))[0]
     ours, state = ranks(4, timeout=120)(trained, {"tensor": 2}, "llama", "plain", 3, str(tmp_path / "ours"))[0]
     assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
@@ -174,7 +174,7 @@ def accelerated(way: str, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["settings", "tp", "tp + cp"])
-def test_a_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None:
+def test_tensor_model_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None:
     losses, weights = ranks(1 if way == "tp + cp" else 2, timeout=120)(accelerated, "plain", "")[0]
     for ours, state in ranks(4, timeout=120)(accelerated, way, str(tmp_path)):
         assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) >= 10
@@ -291,7 +291,7 @@ def lightning(mesh: dict[str, int] | None) -> Any:
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "sequence": 2}])
-def test_a_trainer_of_lightning(ranks: Launcher, mesh: dict[str, int]) -> None:
+def test_tensor_model_trainer_of_lightning(ranks: Launcher, mesh: dict[str, int]) -> None:
     weights = ranks(4 // (2 * mesh.get("sequence", 1)), timeout=120)(lightning, None)[0]
     for state in ranks(4, timeout=120)(lightning, mesh):
         assert apart(state, weights) < 2e-5
@@ -427,7 +427,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
+def test_tensor_model_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
     for plan, heads, style, names in ranks(2)(refused):
         assert "GPT2LMHeadModel has no tp_plan" in plan and "1 num_attention_heads" in heads
         assert "'sideways'" in style and "no module of LlamaForCausalLM" in names

@@ -130,7 +130,7 @@ def sampler(engine: Any) -> DistributedSampler[Any]:
     return DistributedSampler(data(), num_replicas=engine.world_size, rank=engine.global_rank, shuffle=False)
 
 
-def test_fabric_and_scripts(ranks: Launcher) -> None:
+def test_tensor_parallel_fabric_and_scripts(ranks: Launcher) -> None:
     net = seeded_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     for number, (x, y) in enumerate(samples(8)):

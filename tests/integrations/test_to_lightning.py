@@ -156,7 +156,7 @@ def save_odd(path: str) -> None:
     run.save_checkpoint(path)
 
 
-def test_hyper_parameters_that_are_not_plain_data(
+def test_to_lightning_hyper_parameters_that_are_not_plain_data(
     ranks: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks(1)(save_odd, str(tmp_path / "ours"))

@@ -270,7 +270,7 @@ def other_faces() -> list[dict[str, str]]:
     return [unequal(train(policy), plain(policy)) for train in integrations for policy in policies]
 
 
-def test_fabric_and_scripts(ranks: Launcher) -> None:
+def test_uneven_loaders_fabric_and_scripts(ranks: Launcher) -> None:
     for found in ranks(2)(other_faces):
         assert found == [{}] * 4
 

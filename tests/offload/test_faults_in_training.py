@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.offload.test_state_in_files import FullDrive, last_write_failed, make, outcome, tiers, train, unequal
 from tests.launcher import Launcher, RankError
+from tests.offload.test_state_in_files import FullDrive, last_write_failed, make, outcome, tiers, train, unequal
 from zero_strategy.offload.file_queues import BACKENDS, IO_VARIABLE
 
 QUICK = {"probe_seconds": 0, "staging_bytes": 1 << 16}

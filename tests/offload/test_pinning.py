@@ -43,7 +43,7 @@ assert runtime.cudaPeekAtLastError() == 0
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_a_failed_registration_leaves_no_error(tmp_path: Path) -> None:
+def test_pinning_failed_registration_leaves_no_error(tmp_path: Path) -> None:
     """The runtime has the code until it is asked for it; the next launch of a kernel would raise it."""
     source, library = tmp_path / "runtime.c", tmp_path / "libruntime.so"
     source.write_text(RUNTIME)

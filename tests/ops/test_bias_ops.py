@@ -131,7 +131,7 @@ def test_random_words_of_a_large_index() -> None:
     assert words.min() >= 0 and words.max() < 2**32
 
 
-def test_results_do_not_depend_on_threads() -> None:
+def test_bias_ops_results_do_not_depend_on_threads() -> None:
     need_native()
     x, bias, gradient = made(0, (333, 500), FLOATS[1]), made(1, (500,), FLOATS[0]), made(2, (333, 500), FLOATS[1])
     state = ops.random_state(3)
@@ -146,7 +146,7 @@ def test_results_do_not_depend_on_threads() -> None:
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_the_ops_pass_opcheck() -> None:
+def test_bias_ops_pass_opcheck() -> None:
     need_native()
     x, residual = (made(seed, (5, 33), torch.float32).requires_grad_() for seed in (0, 1))
     space = torch.ops.zero_strategy
@@ -196,6 +196,6 @@ STATE = ops.random_state(0)
         (lambda: ops.random_state(0, 2**64), ValueError, "offset must fit into 64 bits"),
     ],
 )
-def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+def test_bias_ops_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

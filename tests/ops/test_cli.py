@@ -68,7 +68,7 @@ def test_build_fails_with_the_compilers_words(
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["doctor", "--help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ops_command_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
         main(arguments)
     assert info.value.code == 0 and "usage: zero-strategy" in capsys.readouterr().out

@@ -81,7 +81,9 @@ def test_a_step_of_infinity_leaves_moments_uncorrected(gradients: torch.dtype, s
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_has_the_bits_of_torchs_fused_one(kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreach_adam_has_the_bits_of_torchs_fused_one(
+    kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(foreach, "BATCH", 1 << 22)  # on a CPU torch's kernel rounds the last elements otherwise
     params, gradients, moments, squares = values(0), values(1), values(2), values(3, positive=True)
     theirs = [torch.nn.Parameter(each.clone()) for each in params]
@@ -131,7 +133,7 @@ def test_adagrad_and_lamb(gradients: torch.dtype, states: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.5, math.inf])
-def test_norms(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreach_norms(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreach, "_COUNTED", 1000)
     generator = torch.Generator().manual_seed(0)
     for tensors in (

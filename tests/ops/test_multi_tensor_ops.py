@@ -95,7 +95,7 @@ def test_scaled_copies(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_results_may_replace_their_inputs(dtype: torch.dtype) -> None:
+def test_multi_tensor_ops_results_may_replace_their_inputs(dtype: torch.dtype) -> None:
     need_native()
     (x,), (y,) = made(0, [5000], dtype), made(1, [5000], dtype)
     expected = torch.empty_like(x)
@@ -109,7 +109,7 @@ def test_results_may_replace_their_inputs(dtype: torch.dtype) -> None:
     assert torch.equal(doubled, (x.float() * 2).to(dtype))
 
 
-def test_every_number_is_converted_as_torch_does() -> None:
+def test_multi_tensor_ops_every_number_is_converted_as_torch_does() -> None:
     need_native()
     half = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.float16, torch.bfloat16):
@@ -186,7 +186,7 @@ def test_scale_beyond_an_int32() -> None:
     assert values[-4:].tolist() == [0, 1.5, 1.5, 1.5]
 
 
-def test_ops_pass_opcheck() -> None:
+def test_multi_tensor_ops_pass_opcheck() -> None:
     need_native()
     x, y, out = ([torch.rand(33), torch.rand(5)] for _ in range(3))
     space = torch.ops.zero_strategy
@@ -212,7 +212,7 @@ def test_ops_pass_opcheck() -> None:
         (lambda: ops.unflatten_(torch.ones(3), [torch.ones(2)], []), ValueError, "offsets has 0 entries"),
     ],
 )
-def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+def test_multi_tensor_ops_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

@@ -43,7 +43,7 @@ def both(call: Callable[..., Any], *values: Any) -> list[Any]:
     affine=st.sampled_from(["", "weight", "bias", "weight bias"]), centered=st.booleans(), invertible=st.booleans(),
     seed=st.integers(0, 100),
 )  # fmt: skip
-def test_kernel_and_reference_agree(
+def test_normalization_ops_kernel_and_reference_agree(
     rows: int, columns: int, dtype: torch.dtype, parameters: torch.dtype, affine: str, centered: bool,
     invertible: bool, seed: int,
 ) -> None:  # fmt: skip
@@ -64,7 +64,9 @@ def test_kernel_and_reference_agree(
 @pytest.mark.parametrize("invertible", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_values_and_gradients_follow_float64(dtype: torch.dtype, centered: bool, invertible: bool) -> None:
+def test_normalization_ops_values_and_gradients_follow_float64(
+    dtype: torch.dtype, centered: bool, invertible: bool
+) -> None:
     need_native()
     leaves = [tensor.requires_grad_() for tensor in arguments(40, 1300, dtype, torch.float32)[:3]]
     gradient = arguments(40, 1300, dtype, dtype, 1)[3]
@@ -118,7 +120,7 @@ def test_invertible_saves_the_output_and_not_the_input() -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_a_weight_near_zero_is_refused(native: bool) -> None:
+def test_normalization_ops_weight_near_zero_is_refused(native: bool) -> None:
     if native:
         need_native()
     x, weight, bias, _ = arguments(4, 32, torch.float32, torch.float32)
@@ -139,7 +141,7 @@ def test_a_bad_element_stays_in_its_row() -> None:
     assert output[1].isnan().all() and output[[0, 2]].isfinite().all()
 
 
-def test_results_do_not_depend_on_threads() -> None:
+def test_normalization_ops_results_do_not_depend_on_threads() -> None:
     need_native()
     x, weight, bias, gradient = arguments(300, 777, torch.bfloat16, torch.float32)
 
@@ -152,7 +154,7 @@ def test_results_do_not_depend_on_threads() -> None:
 
 
 @pytest.mark.parametrize("invertible", [False, True])
-def test_the_op_passes_opcheck(invertible: bool) -> None:
+def test_normalization_ops_pass_opcheck(invertible: bool) -> None:
     need_native()
     x, weight, bias, _ = arguments(5, 33, torch.float32, torch.float32)
     for w, b in ((weight.requires_grad_(), bias.requires_grad_()), (weight, None), (None, None)):
@@ -161,7 +163,7 @@ def test_the_op_passes_opcheck(invertible: bool) -> None:
             torch.library.opcheck(torch.ops.zero_strategy.norm_forward.default, values)
 
 
-def test_it_compiles() -> None:
+def test_normalization_ops_compiles() -> None:
     need_native()
     x, weight, bias, _ = (tensor.requires_grad_() for tensor in arguments(5, 33, torch.float32, torch.float32))
 
@@ -172,7 +174,7 @@ def test_it_compiles() -> None:
     assert torch.equal(*(torch.autograd.grad(call(x), x)[0] for call in (loss, traced)))
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_normalization_ops_second_derivative_is_refused() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     (first,) = torch.autograd.grad(ops.layer_norm(x, 8).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"norm_forward.* has no second derivative"):
@@ -193,6 +195,6 @@ def test_a_second_derivative_is_refused() -> None:
         (lambda: ops.rms_norm(torch.ones(2, 3), 3, eps="1"), TypeError, "eps must be a number"),
     ],
 )
-def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+def test_normalization_ops_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

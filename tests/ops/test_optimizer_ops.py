@@ -72,7 +72,7 @@ def run(call: Call, case: Case, tensors: list[list[Tensor]], copies: list[Tensor
     wild=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_kernel_and_reference_give_the_same_bits(
+def test_optimizer_ops_kernel_and_reference_give_the_same_bits(
     name: str, sizes: list[int], grad: torch.dtype, state: torch.dtype, copy: Any, shift: int, wild: bool, seed: int
 ) -> None:
     need_native()
@@ -202,7 +202,7 @@ def test_a_thousand_segments_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("name", [*CASES, "lamb"])
-def test_ops_pass_opcheck(name: str, native: bool) -> None:
+def test_optimizer_ops_pass_opcheck(name: str, native: bool) -> None:
     if native:
         need_native()
     space, lists = torch.ops.zero_strategy, [[torch.rand(33), torch.rand(5)] for _ in range(4)]

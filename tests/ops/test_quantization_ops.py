@@ -23,7 +23,7 @@ BLOCKS = st.sampled_from([2, 32, 62, 256, 2048, 100_000])
     numel=SIZES, block=BLOCKS, bits=st.sampled_from([4, 8]), dtype=st.sampled_from(FLOATS),
     scale=st.sampled_from(FLOATS), wild=st.booleans(), seed=st.integers(0, 100),
 )  # fmt: skip
-def test_kernel_and_reference_give_the_same_bits(
+def test_quantization_ops_kernel_and_reference_give_the_same_bits(
     numel: int, block: int, bits: int, dtype: torch.dtype, scale: torch.dtype, wild: bool, seed: int
 ) -> None:
     need_native()
@@ -98,7 +98,7 @@ def test_a_sum_is_taken_in_the_order_of_the_lists() -> None:
         assert torch.equal(ops.dequantize_reduce(codes, scales, (7, 301)), expected)
 
 
-def test_results_do_not_depend_on_threads() -> None:
+def test_quantization_ops_results_do_not_depend_on_threads() -> None:
     need_native()
     x = normal(torch.Generator().manual_seed(0), (200_001,), torch.float32)
 
@@ -110,7 +110,7 @@ def test_results_do_not_depend_on_threads() -> None:
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_the_ops_pass_opcheck() -> None:
+def test_quantization_ops_pass_opcheck() -> None:
     need_native()
     space, x = torch.ops.zero_strategy, torch.randn(1001)
     for bits in (4, 8):
@@ -147,6 +147,6 @@ CODES, SCALES = torch.zeros(8, dtype=torch.int8), torch.zeros(1, dtype=torch.flo
         (lambda: ops.dequantize_reduce([CODES, CODES.byte()], [SCALES] * 2, (8,)), TypeError, r"codes\[1\]"),
     ],
 )
-def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+def test_quantization_ops_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -40,7 +40,7 @@ def mask_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, ones: int) ->
     causal=st.booleans(), p=st.sampled_from([0.0, 0.2, 1.0]), bad=st.sampled_from([None, math.inf, math.nan]),
     seed=st.integers(0, 100),
 )  # fmt: skip
-def test_kernel_and_reference_agree(
+def test_softmax_ops_kernel_and_reference_agree(
     shape: tuple[int, ...], dtype: torch.dtype, mask_type: Any, ones: int, causal: bool, p: float, bad: float | None,
     seed: int,
 ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ def test_kernel_and_reference_agree(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_values_and_gradients_follow_float64(dtype: torch.dtype, p: float, causal: bool) -> None:
+def test_softmax_ops_values_and_gradients_follow_float64(dtype: torch.dtype, p: float, causal: bool) -> None:
     need_native()
     shape = (2, 3, 40, 70)
     x = scores(0, shape, dtype).requires_grad_()
@@ -120,7 +120,7 @@ def test_bad_numbers_stay_in_their_row() -> None:
     assert torch.equal(output[3], torch.full((40,), 1 / 40))
 
 
-def test_results_do_not_depend_on_threads() -> None:
+def test_softmax_ops_results_do_not_depend_on_threads() -> None:
     need_native()
     x, gradient, state = scores(0, (4, 300, 333), FLOATS[1]), scores(1, (4, 300, 333), FLOATS[1]), ops.random_state(2)
 
@@ -132,7 +132,7 @@ def test_results_do_not_depend_on_threads() -> None:
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_the_op_passes_opcheck() -> None:
+def test_softmax_ops_pass_opcheck() -> None:
     need_native()
     x, mask = scores(0, (2, 4, 5), torch.float32), scores(1, (4, 5), torch.float32)
     for p, m in ((0.0, mask), (0.4, None)):
@@ -140,7 +140,7 @@ def test_the_op_passes_opcheck() -> None:
         torch.library.opcheck(torch.ops.zero_strategy.masked_softmax_dropout.default, values)
 
 
-def test_it_compiles() -> None:
+def test_softmax_ops_compiles() -> None:
     need_native()
     x, mask = scores(0, (2, 4, 5), torch.float32).requires_grad_(), scores(1, (4, 5), torch.float32).requires_grad_()
 
@@ -170,6 +170,6 @@ X = torch.ones(2, 3)
         (lambda: ops.masked_softmax_dropout(X, p=0.5, state=7), TypeError, "state must be a tensor, not int"),
     ],
 )
-def test_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
+def test_softmax_ops_bad_input_is_named(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

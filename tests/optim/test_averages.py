@@ -207,7 +207,7 @@ def gone_on(stage: int, options: dict[str, Any], path: str) -> tuple[State, Stat
 
 @pytest.mark.parametrize("stage, world", [(1, 1), (2, 3), (0, 2)])
 @pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
+def test_averages_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
     ranks: Launcher, tmp_path: Path, stage: int, world: int, options: dict[str, Any]
 ) -> None:
     """Buffers are rank 0's."""

@@ -372,7 +372,7 @@ def run(training: str, stage: int, path: str, steps: tuple[int, int]) -> tuple[d
 
 
 @pytest.mark.parametrize("stage, world", [(1, 1), (2, 3), (3, 4)])
-def test_a_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
+def test_matrix_optimizers_checkpoint_goes_on_at_any_stage_and_number_of_ranks(
     ranks: Launcher, tmp_path: Path, stage: int, world: int
 ) -> None:
     path = str(tmp_path / "c")

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.optim.test_optimizers import train
 from tests.engine.trainings import DEFAULTS, PlainTraining, play
 from tests.launcher import Launcher
+from tests.optim.test_optimizers import train
 from zero_strategy.optim.optimizer_checks import check_elementwise, why_not_elementwise
 
 Rule = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]

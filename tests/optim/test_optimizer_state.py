@@ -243,6 +243,6 @@ def extra_state(folder: str, stage: int) -> list[Any]:
     return [loaded, model.calls]
 
 
-def test_extra_state_of_modules(ranks: Launcher, tmp_path: Path) -> None:
+def test_optimizer_state_extra_state_of_modules(ranks: Launcher, tmp_path: Path) -> None:
     for stage in (0, 3):
         assert ranks(2)(extra_state, str(tmp_path / str(stage)), stage) == [[7, 9]] * 2

@@ -230,7 +230,7 @@ def sends_that_cross(schedules: list[Listed]) -> None:
         (sends_that_cross, "deadlock: .*rank 0, step .*RecvGrad.*rank 1, step .*RecvActivation"),
     ],
 )
-def test_damage_is_found(change: Callable[[list[Listed]], None], message: str) -> None:
+def test_checker_damage_is_found(change: Callable[[list[Listed]], None], message: str) -> None:
     schedules = listed(lower(build_table("1f1b", 2, 4)))
     check(schedules)
     change(schedules)

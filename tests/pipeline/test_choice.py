@@ -74,6 +74,6 @@ def test_equally_fast_ones_that_hold_less() -> None:
     ("stages", "memory", "message"),
     [(9, None, "8 layers cannot be divided among 9"), (4, [1.0, 2.0], "2 numbers for 4 ranks")],
 )
-def test_mistakes(stages: int, memory: list[float] | None, message: str) -> None:
+def test_choice_mistakes(stages: int, memory: list[float] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_schedule(stages, 8, LAYERS, equally, memory)

@@ -82,6 +82,6 @@ def test_instructions_have_their_keywords_as_members() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(0, 2, 0), (4, 2, 2), (4, 2, -1), (4, 0, 0)])
-def test_no_such_schedule(numbers: tuple[int, int, int]) -> None:
+def test_deepspeed_schedules_no_such_schedule(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"micro-batch|stage"):
         TrainSchedule(*numbers)

@@ -310,7 +310,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
+def test_pipeline_engine_what_does_not_fit_is_refused(ranks: Launcher) -> None:
     for found in ranks(2)(refused):
         assert found[0] == ""  # the default: the module says how many
         assert "schedule 1f1b has 1 chunk per rank, not 2" in found[1]
@@ -400,7 +400,7 @@ def test_offload_and_recomputing(ranks: Launcher, tmp_path: Path) -> None:
             assert all(torch.equal(weights[name], tensor) for name, tensor in plain_weights.items())
 
 
-def test_low_precision(ranks: Launcher) -> None:
+def test_pipeline_engine_low_precision(ranks: Launcher) -> None:
     expected, config = plain(1, 3, True).losses, {"loss_scale": {"initial": 256.0}}
     for dtype, scale in (("bfloat16", 1.0), ("float16", 1.0), ("float16", 1e9)):
         for losses, (_, taken, skipped) in ranks(2)(train_with, Case(2, 1, 2), config, dtype, scale):

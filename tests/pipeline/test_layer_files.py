@@ -158,7 +158,7 @@ def save_and_load(directory: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in other.state_dict().items()}
 
 
-def test_two_ranks(ranks: Launcher, tmp_path: Path) -> None:
+def test_layer_files_two_ranks(ranks: Launcher, tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = PipelineModule(tied_specs(), 1).state_dict()
     for state in ranks(2)(save_and_load, str(tmp_path)):

@@ -409,7 +409,7 @@ def test_where_layers_are() -> None:
         part.stage_owner(7)
 
 
-def test_mistakes_are_named() -> None:
+def test_pipeline_module_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="needs num_stages or topology"):
         PipelineModule(specs(2))
     with pytest.raises(ValueError, match="num_stages 2 does not divide the 1 ranks"):

@@ -73,7 +73,7 @@ def test_functions_for_what_is_more_than_a_call() -> None:
     assert torch.equal(PipelineModule(layers, 1)(ids), model(ids))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_recipes_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"leave parts of GPT out: norm\.weight, norm\.bias; name their modules"):
         pipeline_layers(gpt(), "blocks", embedding="embedding", head="head")
     with pytest.raises(ValueError, match="GPT has no module 'layers'; it has: embedding, blocks, norm, head"):

@@ -174,7 +174,7 @@ def test_lines_that_are_no_events(tmp_path: Path, line: str, message: str) -> No
         (["--schedule", "csv:missing.csv", "--stages", "2", "--micro-batches", "2"], "missing.csv"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_schedule_command_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     status, out, err = run(capsys, "show", *arguments)
     assert status == 2 and not out and message in err
 

@@ -100,7 +100,7 @@ def test_defaults_of_chunks() -> None:
         ("dualpipe", 2, "'dualpipe' is unknown; there are gpipe, 1f1b, .*zbv, and csv:PATH"),
     ],
 )
-def test_no_such_schedule(name: str, chunks: int, message: str) -> None:
+def test_tables_no_such_schedule(name: str, chunks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_table(name, 2, 4, chunks)
 

@@ -77,7 +77,7 @@ def test_copies(duplicate: Callable[[ProcessTopology], ProcessTopology]) -> None
     assert other.get_rank(pipe=1, data=0, model=2) == topology.get_rank(pipe=1, data=0, model=2) == 8
 
 
-def test_mistakes_are_named() -> None:
+def test_topology_mistakes_are_named() -> None:
     topology = PipeDataParallelTopology(2, 2)
     with pytest.raises(ValueError, match=r"get_rank\(pipe=1\) must name each axis of \['pipe', 'data'\]"):
         topology.get_rank(pipe=1)

@@ -107,7 +107,7 @@ def test_deepspeeds_json_brings_stage_precision_and_offload(capsys: pytest.Captu
     assert (found["settings"]["stage"], found["settings"]["offload"]) == (3, "none")
 
 
-def test_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_command_accumulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Stage 1 keeps full gradients where they wait for later micro-batches."""
     file = tmp_path / "ds.json"
     batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8}  # so in 4 parts on 2 ranks

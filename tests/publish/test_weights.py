@@ -235,6 +235,6 @@ def one_rank_stays_away() -> str:
     return str(refused.value)
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
+def test_weights_rank_that_does_not_come_is_named(ranks: Launcher) -> None:
     text, _ = ranks(2)(one_rank_stays_away)
     assert "weights()" in text and "1" in text

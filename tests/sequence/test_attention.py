@@ -91,7 +91,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
+def test_divided_attention_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
     for texts in ranks(2)(refused):
         parts = ("ulysses=3", "31 tokens", "ulysses 2 does not divide 3 heads", "4 heads of queries")
         assert all(part in text for part, text in zip(parts, texts, strict=True)), texts

@@ -107,7 +107,7 @@ def test_what_options_ask_for() -> None:
     assert (given["compute_dtype"], given["autocast"]) == (torch.float16, torch.bfloat16)
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
         main(["verify", "--help"])
     assert info.value.code == 0 and "Exit status: 0" in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_the_strategies() -> None:
         PipelineStrategy(stages=2).verify(subjects.layered, ranks=1)
 
 
-def test_a_lightning_module() -> None:
+def test_verify_lightning_module() -> None:
     pytest.importorskip("lightning")
     report = verify(lightning_module, SMALL, ranks=1, steps=2)
     assert report.passed and report.phases[1].phase == "loss", report

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.launcher import Launcher
 from tests.verify.defects import DEFECTS
 from tests.verify.subjects import tiny
-from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.verify import verify_here
 from zero_strategy.verify.compare import VerifyReport
@@ -26,7 +26,7 @@ def with_defects(tolerance: float | None, names: list[str]) -> dict[str, VerifyR
 
 
 @pytest.mark.parametrize("tolerance", [None, 8.0], ids=["by bits", "within rounding"])
-def test_every_defect_is_caught(ranks: Launcher, tolerance: float | None) -> None:
+def test_verify_every_defect_is_caught(ranks: Launcher, tolerance: float | None) -> None:
     assert len(DEFECTS) >= 20
     first, second = ranks(2, timeout=150)(with_defects, tolerance, list(DEFECTS))
     assert first == second

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.launcher import Launcher
 from tests.verify.defects import PIPELINE_DEFECTS
 from tests.verify.subjects import layered
-from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.verify import verify, verify_here
 from zero_strategy.verify.compare import VerifyReport
@@ -104,7 +104,7 @@ def with_defects(tolerance: float | None, names: list[str]) -> dict[str, VerifyR
 
 
 @pytest.mark.parametrize("tolerance", [None, 8.0], ids=["by bits", "within rounding"])
-def test_every_defect_is_caught(ranks: Launcher, tolerance: float | None) -> None:
+def test_pipeline_verify_every_defect_is_caught(ranks: Launcher, tolerance: float | None) -> None:
     assert len(PIPELINE_DEFECTS) >= 3
     first, second = ranks(2, timeout=150)(with_defects, tolerance, list(PIPELINE_DEFECTS))
     assert first == second
@@ -143,7 +143,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_does_not_fit_is_refused(ranks: Launcher) -> None:
+def test_pipeline_verify_what_does_not_fit_is_refused(ranks: Launcher) -> None:
     for found in ranks(2)(refused):
         assert "the factory's layers are a Linear" in found[0] and "return (layers, optimizer" in found[0]
         assert "a Tensor among them, not pairs" in found[1]
@@ -177,6 +177,6 @@ def of_a_lightning_module() -> VerifyReport:
     return verify(lightning_module, {"stage": 2, "pipeline": {"stages": 2}}, steps=1)
 
 
-def test_a_lightning_module(ranks: Launcher) -> None:
+def test_pipeline_verify_lightning_module(ranks: Launcher) -> None:
     report = ranks(2)(of_a_lightning_module)[0]
     assert report.passed and (report.stage, report.pipeline_stages) == (2, 2), report

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from tests.launcher import Launcher
 from tests.verify.defects import FP16, OVERFLOWS
 from tests.verify.subjects import tiny
-from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.verify import verify_here
 from zero_strategy.verify.compare import VerifyReport

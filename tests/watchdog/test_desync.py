@@ -103,7 +103,7 @@ def test_reports_travel() -> None:
     assert positions([busy(0), busy(2)]) == "ranks 0, 2 are in no collective (forward, data.py:3)"
 
 
-def test_names() -> None:
+def test_desync_names() -> None:
     assert subject(["layers.3.up.weight", "layers.3.norm.bias"]) == "layers.3"
     assert subject(["layers.3.weight"]) == "layers.3.weight"
     assert subject(["stem.weight", "head.weight", "scale"]) == "stem.weight and 2 more"

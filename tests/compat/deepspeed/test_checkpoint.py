@@ -113,7 +113,7 @@ def test_printing(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mp_rank_07_model_states.pt" in printed and "layer_08-model_03-model_states.pt" in printed
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_deepspeed_checkpoint_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a directory"):
         DeepSpeedCheckpoint(tmp_path / "none")
     with pytest.raises(ValueError, match=r"neither mp_rank_.*name the directory of one tag"):

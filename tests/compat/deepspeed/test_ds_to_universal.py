@@ -39,7 +39,7 @@ def test_a_tensor_parallel_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(state.optimizers[0].kinds[kind][name].load(), value(kind, name, shape))
 
 
-def test_a_pipeline(tmp_path: Path) -> None:
+def test_ds_to_universal_pipeline(tmp_path: Path) -> None:
     whole = pipeline(tmp_path / "tag", 2, 1, torch.float32)
     convert(tmp_path / "tag", "--no_strict")
     found = read(tmp_path)

@@ -73,7 +73,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_come_in_the_documented_order_with_the_documented_defaults(name: str) -> None:
+def test_deepspeed_arguments_come_in_the_documented_order_with_the_documented_defaults(name: str) -> None:
     function, documented = SIGNATURES[name]
     found = inspect.signature(function).parameters
     assert {key: found[key].default for key in list(found)[: len(documented)]} == documented

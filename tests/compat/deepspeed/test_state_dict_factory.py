@@ -111,7 +111,7 @@ def test_descriptions(tmp_path: Path) -> None:
         SDLoaderFactory.get_sd_loader(files, sd_type="GPT")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_state_dict_factory_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     files = save(tmp_path, 4)
     with pytest.raises(ValueError, match="3 checkpoint files are given, but mp_world_size 4"):
         MegatronSDLoader(files[:3], None)

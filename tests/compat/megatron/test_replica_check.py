@@ -49,7 +49,7 @@ def looked_at(changed_on: int) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks(ranks: Launcher) -> None:
+def test_replica_check_two_ranks(ranks: Launcher) -> None:
     parameters = 3 * 6 + 6
     for changed in (0, 1):
         both = ranks(2)(looked_at, changed)

@@ -263,7 +263,7 @@ def on_two_ranks() -> dict[str, Any]:
     return found
 
 
-def test_two_ranks(ranks: Launcher) -> None:
+def test_straggler_two_ranks(ranks: Launcher) -> None:
     first, second = ranks(2)(on_two_ranks)
     assert first == second
     assert first["off"] == (False, False)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.compat.scripts import deepspeed_workers, old_script
 from tests.convert.interop.deepspeed_ranks import run
 from tests.launcher import Launcher
-from tests.compat.scripts import deepspeed_workers, old_script
 from zero_strategy.compat.deepspeed import scripts
 from zero_strategy.compat.deepspeed.schedules import SCHEDULES
 

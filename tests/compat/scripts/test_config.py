@@ -129,7 +129,7 @@ def test_files(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam", "lr": 1}}, "unknown key 'optimizer.lr'"),
     ],
 )
-def test_mistakes_are_named(config: dict[str, Any], message: str) -> None:
+def test_script_config_mistakes_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings_of(config, 1)
 

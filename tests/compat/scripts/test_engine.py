@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import zero_strategy
-from tests.launcher import Launcher
 from tests.compat.scripts import plain
 from tests.compat.scripts.old_script import data, net
+from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.schedules import WarmupLR
 from zero_strategy.compat.deepspeed.scripts.data import RepeatingLoader
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
@@ -202,7 +202,7 @@ def test_accumulation_begins_anew_after_a_load(tmp_path: Path) -> None:
     assert other.global_steps == 2
 
 
-def test_a_scheduler_has_one_owner() -> None:
+def test_script_scheduler_has_one_owner() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)

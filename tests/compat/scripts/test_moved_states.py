@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy
+from tests.compat.scripts.old_script import data, net
 from tests.engine.divided import loss_of, tokens
 from tests.fsdp.test_tensor_parallel import begin
 from tests.launcher import Launcher
-from tests.compat.scripts.old_script import data, net
 from zero_strategy.compat.deepspeed.runtime.zero.config import OffloadDeviceEnum
 from zero_strategy.compat.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
@@ -273,7 +273,7 @@ def pipelines() -> bool:
     return alike(of_a_pipeline(True), of_a_pipeline(False))
 
 
-def test_a_pipeline(ranks: Launcher) -> None:
+def test_moved_states_pipeline(ranks: Launcher) -> None:
     assert all(ranks(2)(pipelines))
 
 

@@ -29,7 +29,7 @@ def make(name: str, **params: Any) -> torch.optim.Optimizer:
         ("SGD", FusedSGD), ("Adagrad", FusedAdagrad), ("RMSprop", torch.optim.RMSprop), ("NAdam", torch.optim.NAdam),
     ],
 )  # fmt: skip
-def test_names(name: str, kind: type[torch.optim.Optimizer]) -> None:
+def test_named_optimizers_names(name: str, kind: type[torch.optim.Optimizer]) -> None:
     assert type(make(name, lr=0.25)) is kind and make(name, lr=0.25).param_groups[0]["lr"] == 0.25
 
 
@@ -62,7 +62,7 @@ def test_lamb_says_that_its_trust_ratio_is_not_bounded() -> None:
         ("Adam", {"max_grad_norm": 1.0}, "set gradient_clipping"),
     ],
 )
-def test_mistakes_are_named(name: str, params: dict[str, Any], message: str) -> None:
+def test_named_optimizers_mistakes_are_named(name: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(name, **params)
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import zero_strategy
-from tests.launcher import Launcher
 from tests.compat.scripts import old_script, plain
+from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
@@ -94,7 +94,14 @@ def test_one_process_without_a_launcher_equals_plain_torch(stage: int, ours: boo
 
 def test_under_torchrun(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.compat.scripts.old_script"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "tests.compat.scripts.old_script",
+    ]
     arguments = ["--deepspeed", "--deepspeed_config", write(str(tmp_path), 3, False), "--steps", "4"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
     done = run_warm_script(*command, *arguments, cwd=root, env=env, timeout=110)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy.compat.deepspeed as deepspeed
+from tests.compat.scripts import old_pipeline as script
 from tests.convert.interop import parallel_files
 from tests.launcher import Launcher
-from tests.compat.scripts import old_pipeline as script
 from zero_strategy.compat.deepspeed.scripts.pipeline import ScriptPipelineEngine
 from zero_strategy.convert.megatron import MergeRules
 from zero_strategy.pipeline.transport import DataEndedError, PipelineError

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy.compat.deepspeed as deepspeed
-from tests.launcher import Launcher
 from tests.compat.scripts import plain
 from tests.compat.scripts.old_script import data, net
+from tests.launcher import Launcher
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 from zero_strategy.optim.full_state import safe_get_full_grad
 

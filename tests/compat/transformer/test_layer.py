@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.ops.native import need_native
 from tests.compat.transformer.reference_layer import bytes_kept, plain_layer
+from tests.ops.native import need_native
 from zero_strategy.compat.deepspeed.transformer.config import TransformerConfig
 from zero_strategy.compat.deepspeed.transformer.layer import TransformerLayer, draw_states, rotary_tables
 
@@ -286,7 +286,7 @@ def test_autocast_is_followed() -> None:
 
 
 @pytest.mark.parametrize("saving", ON_OFF)
-def test_compiling_breaks_no_graph(saving: bool) -> None:
+def test_layer_compiling_breaks_no_graph(saving: bool) -> None:
     torch._dynamo.reset()
     for family in ({}, LLAMA):
         made = layer(**dict.fromkeys(SAVING, saving), **DROPOUT, **family)

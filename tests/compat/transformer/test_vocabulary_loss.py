@@ -117,7 +117,7 @@ def test_backward_twice_and_without_targets() -> None:
     assert float(linear_cross_entropy(leaves[0][:0], leaves[1], target[:0], reduction="sum").detach()) == 0
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_vocabulary_loss_second_derivative_is_refused() -> None:
     leaves, target = inputs(torch.float32, bias=False)
     for reduction in ("mean", "none"):
         loss = linear_cross_entropy(*leaves, target, reduction=reduction).sum()
@@ -133,7 +133,7 @@ def test_another_ignore_index() -> None:
     assert near(loss.detach(), expected.detach(), 1e-6)
 
 
-def test_compiling_breaks_no_graph() -> None:
+def test_vocabulary_loss_compiling_breaks_no_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     leaves, target = inputs(torch.float32, bias=True)

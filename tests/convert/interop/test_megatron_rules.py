@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_by_name(rule: Rule, shards: list[torch.Ten
 @pytest.mark.parametrize(
     ("kind", "shape"), [("column", (3, 2)), ("row", (2, 3)), ("row", (2,)), ("halves", (6, 1)), ("halves", (3, 1))]
 )
-def test_what_cannot_be_divided_is_refused_by_name(kind: Any, shape: tuple[int, ...]) -> None:
+def test_megatron_rules_what_cannot_be_divided_is_refused_by_name(kind: Any, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parameter 'layer.w'"):
         split("layer.w", torch.zeros(shape), Rule(kind), 2)
 

@@ -161,7 +161,7 @@ def test_several_files_of_a_tied_layer_s_shape(tmp_path: Path) -> None:
         read(tmp_path / "tag", optimizer=False)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_merged_layers_what_is_missing_is_named(tmp_path: Path) -> None:
     pipeline(tmp_path / "tag", 2, 1, torch.float32)
     (tmp_path / "tag/layer_10-model_01-model_states.pt").rename(tmp_path / "kept")
     with pytest.raises(ValueError, match=r"tensor-parallel ranks 0 and 1 do not have the same layer files: \[10\]"):

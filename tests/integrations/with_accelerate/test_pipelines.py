@@ -143,7 +143,7 @@ def refused() -> list[str]:
     return found
 
 
-def test_what_is_refused(ranks: Launcher) -> None:
+def test_accelerate_pipeline_what_is_refused(ranks: Launcher) -> None:
     for found in ranks(2)(refused):
         assert len(found) == 3
         assert "dispatch_batches=False" in found[0] and "not for pipelines" in found[1] and "1 row(s)" in found[2]

@@ -39,7 +39,7 @@ def test_bf16_is_autocast_as_in_accelerate(ranks: Launcher) -> None:
     assert ours.state["first.weight"].dtype == torch.float32
 
 
-def test_one_process() -> None:
+def test_accelerate_one_process() -> None:
     code = train_alone(None), train_alone(3)
     assert difference(*code) < 2e-6
 
@@ -197,7 +197,7 @@ def messages() -> dict[str, str]:
     return found
 
 
-def test_mistakes_are_named(ranks: Launcher) -> None:
+def test_accelerate_mistakes_are_named(ranks: Launcher) -> None:
     for found in ranks(2)(messages):
         assert "prepare the model too" in found["foreign optimizer"]
         assert "not all of prepared models" in found["foreign parameters"]

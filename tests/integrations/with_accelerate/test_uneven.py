@@ -249,7 +249,7 @@ def accumulated(stage: int, counts: list[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_accumulation(ranks: Launcher, stage: int) -> None:
+def test_accelerate_uneven_accumulation(ranks: Launcher, stage: int) -> None:
     """Rank 1 ends in the middle of an accumulation: what it has counts in the step that the others take."""
     model = Net().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
@@ -362,7 +362,7 @@ def refused() -> dict[str, str]:
     return found
 
 
-def test_mistakes_are_named(ranks: Launcher) -> None:
+def test_accelerate_uneven_mistakes_are_named(ranks: Launcher) -> None:
     for found in ranks(3)(refused):
         assert "Net was not prepared" in found["not prepared"]
         assert "optimizer.step with a closure" in found["closure"]

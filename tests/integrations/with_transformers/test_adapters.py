@@ -74,7 +74,7 @@ def test_several_adapters(ranks: Launcher, tmp_path: Path) -> None:
         assert torch.equal(state[f"{module}.other.{what}"], value)
 
 
-def test_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path: Path) -> None:
+def test_adapters_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path: Path) -> None:
     for folder, epochs in (("whole", 2), ("cut", 1)):
         through = ranks(2, timeout=120)(resume, 3, "llama", str(tmp_path / folder), epochs, make=adapted)[0]
         if folder == "whole":
@@ -91,7 +91,7 @@ def test_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path:
     assert len(alone[0]) > len(expected[0]) and all(bool(value.isfinite().all()) for value in alone[1].values())
 
 
-def test_resuming_what_the_trainer_itself_saved(ranks: Launcher, tmp_path: Path) -> None:
+def test_adapters_resuming_what_the_trainer_itself_saved(ranks: Launcher, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     ranks(2, timeout=120)(resume, None, "llama", folder, 1, make=adapted)
     shutil.copytree(folder, tmp_path / "other")

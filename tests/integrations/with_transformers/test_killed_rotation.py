@@ -119,7 +119,7 @@ def loop(folder: str, kill: int | None, first: int, saves: int) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("files", [0, 3])
-def test_accelerate(ranks: Launcher, tmp_path: Path, files: int) -> None:
+def test_killed_rotation_accelerate(ranks: Launcher, tmp_path: Path, files: int) -> None:
     expected = ranks(2, timeout=120)(loop, str(tmp_path / "whole"), None, 0, 5)[0]
     with pytest.raises(RankError) as caught:
         ranks(2, timeout=120)(loop, str(tmp_path / "cut"), files, 0, 3)

@@ -238,7 +238,7 @@ def test_resuming_with_weights_that_are_not_read(ranks: Launcher, tmp_path: Path
     assert len(alone[0]) > len(through[0]) and all(bool(value.isfinite().all()) for value in alone[1].values())
 
 
-def test_resuming_what_the_trainer_itself_saved(ranks: Launcher, tmp_path: Path) -> None:
+def test_pretrained_resuming_what_the_trainer_itself_saved(ranks: Launcher, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     ranks(2, timeout=120)(resume, None, "gpt2", folder, 1)
     shutil.copytree(folder, tmp_path / "other")

@@ -136,7 +136,7 @@ def test_gradient_checkpointing_and_label_smoothing(ranks: Launcher, tmp_path: P
     assert difference(plain, ours) < 1e-5
 
 
-def test_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path: Path) -> None:
+def test_transformers_resume_at_the_same_and_at_another_world_size(ranks: Launcher, tmp_path: Path) -> None:
     for folder in ("whole", "cut"):
         ranks(2, timeout=120)(resume, 2, "gpt2", str(tmp_path / folder), 2 if folder == "whole" else 1)
     through = ranks(2, timeout=120)(resume, 2, "gpt2", str(tmp_path / "other"), 2)[0]
