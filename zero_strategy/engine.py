@@ -12,7 +12,6 @@ optimizer.step(); optimizer.zero_grad()
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +20,6 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zero_strategy import ops
 from zero_strategy.activation.functional import configure_from, timings
@@ -51,14 +49,13 @@ from zero_strategy.fsdp.reduce import StepAgreement, undivided
 from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
 from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation
 from zero_strategy.offload.stores import OffloadStores
-from zero_strategy.ops.library import norm_order
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
 from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
+from zero_strategy.optim.clipping import Clipping
 from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.dropped_state import DroppedState
 from zero_strategy.optim.full_state import full_states
-from zero_strategy.optim.grad_norm import GradientStats, OwnGradients, global_norm
-from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
+from zero_strategy.optim.loss_scale import NonfiniteSteps
 from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
 from zero_strategy.optim.step_hooks import StepHooks
@@ -67,67 +64,14 @@ from zero_strategy.planning.ledger import Ledger
 from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
 from zero_strategy.runtime.compute_device import occupy
-from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.observer import Observed
-from zero_strategy.runtime.torch_private import uncompiled
 from zero_strategy.sequence.group import SequenceGroup
 from zero_strategy.train_state import WHOLE, ModelPart
 from zero_strategy.watchdog.diagnosis import Failure
-from zero_strategy.watchdog.watchdog import Watchdog
+from zero_strategy.watchdog.module_progress import report_to_watchdog
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def report_to_watchdog(
-    watchdog: Watchdog | None, module: nn.Module, left_inconsistent: Callable[[Collection[str]], str]
-) -> list[RemovableHandle]:
-    """Connect a training with the watchdog of its mesh, if there is one.
-
-    Args:
-        watchdog: The watchdog.
-        module: Its forwards are progress; what they raise is noted.
-        left_inconsistent: See `Watchdog.add_unfinished`.
-
-    Returns:
-        The handles of its hooks on the module.
-    """
-    if watchdog is None:
-        return []
-    watchdog.add_unfinished(left_inconsistent)
-    return [
-        module.register_forward_pre_hook(_Before(watchdog), prepend=True),
-        module.register_forward_hook(_After(watchdog), always_call=True),
-    ]
-
-
-class _Before(EphemeralHook):
-    """A forward begins: this rank has not been stopped by what befell it before."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._watchdog = watchdog
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._watchdog.progress()
-
-
-class _After(_Before):
-    """A forward ends, perhaps with an exception."""
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        error = sys.exc_info()[1]
-        if error is None or error.__traceback__ is None:
-            return
-        frame = sys._getframe(1)  # of the call that caught it; an exception that the caller handles is older
-        for _ in range(4):
-            if frame is error.__traceback__.tb_frame:
-                self._watchdog.note_error(error)
-                return
-            if frame.f_back is None:
-                return
-            frame = frame.f_back
 
 
 _OF_EACH_HOST = frozenset(
@@ -276,8 +220,9 @@ class ZeroEngine:
             if self.model.shared_buffers is not None:
                 self.model.shared_buffers.note()
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
-        self.gradient_watchers: list[Callable[[GradientStats], None]] = []
         self.nonfinite = NonfiniteSteps(zero.nonfinite_gradients, self.model)
+        self._clipping = Clipping(self.model, self.optimizers, self.nonfinite)
+        self.gradient_watchers = self._clipping.watchers
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.untrained: frozenset[int] = frozenset()
         self._checked: list[int] | None = None
@@ -668,15 +613,14 @@ class ZeroEngine:
         """
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
         with self.observed.span("clip"):
-            norm = self._norm(norm_type, optimizer, only)
-            if error_if_nonfinite and not norm.finite:
-                problem = f"the gradient norm of order {norm_type} is {norm.value}"
-                raise RuntimeError(f"{problem}; gradients were not clipped")
-            coefficient = norm.coefficient(max_norm)
-            for gradients in self._chosen(optimizer):
-                gradients.scale(coefficient, only)
+            norm = self._clipping.clip(
+                max_norm,
+                norm_type,
+                *self._chosen(optimizer, parameters),
+                error_if_nonfinite=error_if_nonfinite,
+                decides=self.scaler is None,
+            )
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
@@ -693,9 +637,7 @@ class ZeroEngine:
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         self.model.moved.check("clip_grad_value_()")
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
-        for gradients in self._chosen(optimizer):
-            gradients.clip_values(clip_value, only)
+        self._clipping.clamp(clip_value, *self._chosen(optimizer, parameters))
 
     def grad_norm(
         self,
@@ -710,8 +652,7 @@ class ZeroEngine:
             optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
             parameters: Those whose gradients count, the same on all ranks; default: all.
         """
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
-        return self._norm(norm_type, optimizer, only)
+        return self._clipping.norm(norm_type, *self._chosen(optimizer, parameters), decides=self.scaler is None)
 
     def scale_gradients(self, factor: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Multiply the mean gradients of some parameters (default: of all) by a factor that is equal on all ranks.
@@ -720,45 +661,14 @@ class ZeroEngine:
         """
         self.model.moved.check("scale_gradients()", GRADIENTS)
         self.model.reducer.settle()
-        only = None if parameters is None else {id(parameter) for parameter in parameters}
-        for gradients in self._chosen(None):
-            gradients.scale(factor, only)
+        self._clipping.scale(factor, *self._chosen(None, parameters))
 
-    def _norm(self, norm_type: float | str, optimizer: Optimizer | None, only: set[int] | None) -> GradientNorm:
-        norm_type = norm_order(norm_type)
-        self.model.moved.check("a norm of gradients", GRADIENTS)
-        self.model.reducer.settle()
-        parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
-        shards = [shard for found, _, _ in parts for shard in found]
-        factors = [factor for _, found, _ in parts for factor in found]
-        seen: list[tuple[Tensor, Tensor]] = []
-        norm = global_norm(shards, norm_type, self.model.norm_groups, factors, lambda *stats: seen.append(stats))
-        told = self.nonfinite.choice != IGNORE and self.optimizers and self.scaler is None
-        if told and not (optimizer is None and self._shared()):
-            chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
-            each = seen[0][1].split([len(names) for _, _, names in parts])
-            looked_at = [(one, (names, counts)) for one, (_, _, names), counts in zip(chosen, parts, each, strict=True)]
-            self.nonfinite.note(looked_at, only, finite=norm.finite)
-        for watch in list(self.gradient_watchers):
-            watch(GradientStats([name for _, _, found in parts for name in found], norm_type, *seen[0], norm))
-        return norm
-
-    def _chosen(self, optimizer: Optimizer | None) -> list[OwnGradients]:
-        """The gradients of an optimizer, or of all; of the whole module where none is attached; each gradient once."""
-        if optimizer is None and not self.optimizers:
-            return [OwnGradients(self.model, lambda: (parameter for _, parameter in self.model.names()))]
-        if optimizer is None and self._shared():
-            held = {id(p): p for sharded in self.optimizers for p in sharded.parameters()}
-            return [OwnGradients(self.model, lambda: iter(held.values()))]
-        chosen = self.optimizers if optimizer is None else [self.sharded(optimizer)]
-        return [sharded.gradients for sharded in chosen]
-
-    def _shared(self) -> bool:
-        """True if a parameter is in two optimizers."""
-        if len(self.optimizers) < 2:
-            return False
-        held = [id(parameter) for sharded in self.optimizers for parameter in sharded.parameters()]
-        return len(set(held)) < len(held)
+    def _chosen(
+        self, optimizer: Optimizer | None, parameters: Iterable[nn.Parameter] | None
+    ) -> tuple[ShardedOptimizer | None, set[int] | None]:
+        """The optimizer and the ids of parameters whose gradients are meant, as `Clipping` takes them."""
+        sharded = None if optimizer is None else self.sharded(optimizer)
+        return sharded, None if parameters is None else {id(parameter) for parameter in parameters}
 
     # ---- fp16 ----
 
