@@ -302,12 +302,58 @@ def a_loss_left_in_an_attribute(training: PlainTraining) -> None:
         training.zero_grad()
 
 
+class Penalised(nn.Module):
+    """An activation that leaves a part of the loss behind, by a weight of the layer before it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layers = [layer]  # not as a child
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        self.penalty = (y @ self.layers[0].weight).square().mean()  # its backward comes before that of the output
+        return y
+
+
+class Activated(nn.Module):
+    """A unit whose activation changes while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.activation = nn.Linear(6, 6), nn.Tanh()
+        self.notes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.layer(x))
+        if self.notes:
+            self.activation.penalty = (y @ self.layer.weight).square().mean()
+        return y
+
+
+def a_loss_left_in_a_part_that_came_later(training: PlainTraining) -> None:
+    model = nn.Sequential(seeded(Activated), seeded(Activated, seed=1), seeded(Activated, seed=2))
+    training.shard(model)
+    training.attach(torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
+    for step in range(4):
+        if step == 1:
+            model[0].activation = Penalised(model[0].layer)
+        if step == 2:
+            model[1].notes = True
+        loss = loss_of(model(training.data(step, 2, 6)))
+        loss = loss + sum(part.activation.penalty for part in model if hasattr(part.activation, "penalty"))
+        training.note(loss)
+        training.backward(loss)
+        training.step()
+        training.zero_grad()
+
+
 CONTAINERS: list[Script] = [
     outputs_of_every_kind,
     inputs_inside_containers,
     only_one_output_is_used,
     output_changed_in_place,
     a_loss_left_in_an_attribute,
+    a_loss_left_in_a_part_that_came_later,
 ]
 
 
