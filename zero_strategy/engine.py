@@ -613,6 +613,7 @@ class ZeroEngine:
         """
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
+        self.model.moved.check("a norm of gradients", GRADIENTS)
         with self.observed.span("clip"):
             norm = self._clipping.clip(
                 max_norm,
@@ -652,6 +653,7 @@ class ZeroEngine:
             optimizer: Whose gradients; default: those of all attached optimizers, of all parameters if there is none.
             parameters: Those whose gradients count, the same on all ranks; default: all.
         """
+        self.model.moved.check("a norm of gradients", GRADIENTS)
         return self._clipping.norm(norm_type, *self._chosen(optimizer, parameters), decides=self.scaler is None)
 
     def scale_gradients(self, factor: float, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -100,6 +100,10 @@ class SilentCollectives(DeviceCollectives):
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
         """As a device: never."""
         return False
+
+    def _begin(self, collective: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        """As with NCCL, whose work may be waited for several times."""
+        return collective(*tensors, group=self.group, async_op=True, **options)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """See `Collectives`."""

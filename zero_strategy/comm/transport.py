@@ -493,9 +493,7 @@ class DeviceCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
-        backend = "" if group is None else dist.get_backend(group)
-        self._is_nccl = "nccl" in backend
-        self._is_gloo = "gloo" in backend and not self._is_nccl
+        self._is_nccl = group is not None and "nccl" in dist.get_backend(group)
 
     def warm_up(self, device: torch.device) -> None:
         """One element by each of the ways that buckets go. Only queued; the ranks have met to make the communicator.
@@ -521,7 +519,7 @@ class DeviceCollectives(Collectives):
     def _begin(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Work:
         """Let torch begin a collective; what it gives can be waited for any number of times."""
         work: Work = collective(*tensors, group=self.group, async_op=True, **options)
-        return WaitedOnce(work, tensors[0].device) if self._is_gloo else work
+        return work if self._is_nccl else WaitedOnce(work, tensors[0].device)
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""

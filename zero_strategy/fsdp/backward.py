@@ -19,24 +19,21 @@ class Backward:
 
     Args:
         buckets: Their number.
-        divide_by: Its gradients are to be divided by this.
 
     Attributes:
-        divide_by: As above.
+        divide_by: Its gradients are to be divided by this.
         running: Autograd runs it, or an exception tore it apart.
         begun: Buckets that have begun.
         seen: By bucket, the indices of parameters whose `p.grad` was set in this backward.
-        shown: By bucket that has begun, the indices of parameters whose `p.grad` may be a handle.
         awaited: Hooks of gradients that autograd is about to add, or, in `torch.autograd.grad`, keeps to itself.
         left: Buckets that left before the ranks agreed, in order.
         next: Place in the plan's order of the first bucket that has not left.
     """
 
-    def __init__(self, buckets: int, divide_by: int = 1) -> None:
-        self.divide_by, self.running = divide_by, False
+    def __init__(self, buckets: int) -> None:
+        self.divide_by, self.running = 1, False
         self.begun: set[int] = set()
         self.seen: list[set[int]] = [set() for _ in range(buckets)]
-        self.shown: dict[int, set[int]] = {}
         self.awaited: set[ParameterHook] = set()
         self.left: dict[int, None] = {}
         self.next = 0
@@ -47,7 +44,6 @@ class Backward:
         if number not in self.begun:
             self.begun.add(number)
             bucket.begin()
-            self.shown[number] = {*bucket.live, *bucket.own.live, *bucket.late}
 
     def leave(self, number: int, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket, which has begun; few are under way at once where each takes memory."""

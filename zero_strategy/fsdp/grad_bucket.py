@@ -293,6 +293,8 @@ class GradientBucket:
         if self.live:
             self._notice_removed([grads[index] for index in self.live])
         for index, shown in enumerate(grads):
+            if shown is not None and not self.shown.is_known(index, shown):
+                shown = self.bucket.parameters[index].grad  # where another one was replaced all have new handles
             if shown is None:
                 if index in self.live or index in self.own.live:
                     self._drop(index)

@@ -208,13 +208,12 @@ class GradientReducer:
         """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
         if not self._backward.running:
             self.begin_backward()
-        backward, number, index = self._backward, hook.number, hook.index
+        backward, number = self._backward, hook.number
         bucket = self.buckets[number]
         if number not in backward.begun:
             bucket.bucket.make_master()
             backward.begin(number, bucket)
-        if index in backward.shown[number]:
-            bucket.bucket.parameters[index].grad = None
+        bucket.bucket.parameters[hook.index].grad = None
         backward.awaited.add(hook)
 
     def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None:
@@ -232,7 +231,6 @@ class GradientReducer:
         bucket.accumulate(index, gradient)
         parameter.grad = bucket.handle(index)
         backward.seen[number].add(index)
-        backward.shown[number].add(index)
         self.plan.arrivals.append(number)
         if reduces and self._unsharder is None:
             self._launch_full()
@@ -272,19 +270,22 @@ class GradientReducer:
         self._check_states("a backward")
         if self._announce is not None:
             self._announce("backward", self.shown())
-        divide_by = self._divisor()
-        if not (self._joined and self._began):
-            self._reuse.open()
-            self._new_backward(divide_by)
-            if self._reduces:
-                self._reduction_begins()
+        divide_by, continues = self._divisor(), self._joined and self._began
+        if not continues:
+            self._backward = Backward(len(self.buckets))
+        # At once: what is interrupted from here on is a backward that did not end.
         self._backward.divide_by, self._backward.running = divide_by, True
+        if not continues:
+            self._reuse.open()
+            self._expect_gradients()
         self._began = True
         when_backward_ends(self._end_backward)
 
-    def _new_backward(self, divide_by: int = 1) -> None:
-        self._backward = Backward(len(self.buckets), divide_by)
+    def _expect_gradients(self) -> None:
+        """A backward begins: the plan says which gradients are expected; if they are reduced, others are told."""
         self.plan.begin([trained(bucket.bucket.parameters, self._within) for bucket in self.buckets])
+        if self._reduces:
+            self._reduction_begins()
 
     @property
     def in_backward(self) -> bool:
@@ -387,9 +388,8 @@ class GradientReducer:
     def follow(self, what: str, value: Any) -> None:
         """Take part in what a rank with data announces, without data. A collective, as there."""
         if what == "backward":
-            self._new_backward()
-            if self._reduces:
-                self._reduction_begins()
+            self._backward = Backward(len(self.buckets))
+            self._expect_gradients()
             self.follow_shown(value)
         elif what == "launch":
             self._start(value)

@@ -512,8 +512,8 @@ class _ForwardHook(EphemeralHook):
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: dict[type, int] = {}
         """Numbers of attributes of modules without results among them."""
-        self._parts: list[tuple[nn.Module, list[nn.Module | None], int]] = []
-        """The unit's modules at the last look: their children, and their number of attributes if it tells enough."""
+        self._parts: list[tuple[ref[nn.Module], list[int], int]] = []
+        """The unit's modules at the last look: ids of children, and the number of attributes if it tells enough."""
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
@@ -560,8 +560,8 @@ class _ForwardHook(EphemeralHook):
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
         if not self._are_as_before(module):
             self._look_through(module)
-        for part, _, size in self._parts:
-            if size >= 0:
+        for known, _, size in self._parts:
+            if size >= 0 or (part := known()) is None:
                 continue
             for value in part.__dict__.values():
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
@@ -572,10 +572,13 @@ class _ForwardHook(EphemeralHook):
 
     def _are_as_before(self, module: nn.Module) -> bool:
         """True if the unit has the modules of the last look, and those without results the same attributes."""
-        for part, children, size in self._parts:
-            if 0 <= size != len(part.__dict__) or list(children_of(part).values()) != children:
+        for known, children, size in self._parts:
+            part = known()
+            if part is None or 0 <= size != len(part.__dict__):
                 return False
-        return bool(self._parts) and self._parts[0][0] is module
+            if list(map(id, children_of(part).values())) != children:
+                return False
+        return bool(self._parts) and self._parts[0][0]() is module
 
     def _look_through(self, module: nn.Module) -> None:
         parts, seen = [module], {id(module)}
@@ -591,7 +594,7 @@ class _ForwardHook(EphemeralHook):
                 if not any(isinstance(value, Tensor) for value in attributes.values()):
                     self._sizes[kind] = len(attributes)
             is_plain = self._sizes.get(kind) == len(attributes)
-            self._parts.append((part, children, len(attributes) if is_plain else -1))
+            self._parts.append((ref(part), list(map(id, children)), len(attributes) if is_plain else -1))
 
     def check_copy(self, call: str) -> None:
         """Raise while the unit's parameters are released: a copy would have none."""

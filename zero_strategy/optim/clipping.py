@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch import Tensor, nn
 
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.shard_storage import GRADIENTS
 from zero_strategy.ops.library import norm_order
 from zero_strategy.optim.grad_norm import GradientNorm, GradientStats, OwnGradients, global_norm
 from zero_strategy.optim.loss_scale import IGNORE, NonfiniteSteps
@@ -49,7 +48,6 @@ class Clipping:
             decides: What is not finite may end in a skipped step or an error; a loss scale decides by itself.
         """
         norm_type = norm_order(norm_type)
-        self._model.moved.check("a norm of gradients", GRADIENTS)
         self._model.reducer.settle()
         parts = [gradients.shards(norm_type, only) for gradients in self._chosen(optimizer)]
         shards = [shard for found, _, _ in parts for shard in found]
