@@ -133,6 +133,7 @@ class ZeroEngine:
         divisor: Callable[[], int] = undivided,
         part: ModelPart = WHOLE,
     ) -> None:
+        # The settings, with every open choice resolved for this world; they do not change any more.
         dp_groups, tensor_groups = part.dp_groups, part.tensor_groups
         divided = tensor_ranks(module)
         if isinstance(config, ResolvedConfig):
@@ -157,6 +158,7 @@ class ZeroEngine:
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module, self.part = module, part
+        # Before any group is made: NCCL's communicators, streams and pins belong to the current device.
         self.device = occupy(device or device_of(module), default_group())
         device = None if device is None else self.device
         name = f"engine{next_number('engines')}"
@@ -169,6 +171,7 @@ class ZeroEngine:
         stepped_on = {(device or device_of(module)).type} | ({"cpu"} if zero.offload.optimizer != "none" else set())
         for kind in sorted(stepped_on):
             ops.ensure(kind)
+        # Before groups are made, since ranks with other settings would make other groups, and wait for each other.
         check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
         self.mesh = Mesh.build(
             replicate=zero.mesh.replicate,
@@ -187,6 +190,8 @@ class ZeroEngine:
         self.sequence = SequenceGroup(self.mesh.sequence, zero.mesh.ulysses or zero.mesh.sequence)
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
+
+        # Where weights come from is known before the model is built: without values of its own it draws none.
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
         self.offloaded = OffloadStores(zero.offload, self.device, self.mesh)
@@ -233,6 +238,7 @@ class ZeroEngine:
         if zero.stage == 3 and self.mesh.shard_size > 1 and not zero.units.may_skip:
             self._closing.append(run_all_layers(module))
         self._module_hooks = report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
+        # Last: a load asks for the saver, the average and the observers.
         if weights is not None:
             self._load_weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
@@ -388,6 +394,8 @@ class ZeroEngine:
         sharded = self.sharded(optimizer)
         self.model.moved.check("an optimizer's step")
         self.observed.mark("step begins")
+        # What ranks agreed upon in the last reduction; a save in the background that failed is raised here, before
+        # anything changes.
         self.steps.before(self._flags_of_all(), skipped=sharded.skip_next)
         self._consistency.note_step(optimizer)
         self.activations.choose(self.mesh.control)
@@ -400,7 +408,7 @@ class ZeroEngine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
-        self._publish_copies()
+        self._publish_copies()  # before the average and the observers, who read what the other parts have, too
         if (
             self.sequence.size > 1 and not self.sequence.used
         ):  # not before the step, whose closure may be what runs the model

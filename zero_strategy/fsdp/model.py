@@ -258,6 +258,8 @@ class ShardedModel:
     ) -> None:
         self.optimizer_store, self._parameter_store = optimizer_store, parameter_store
         self._gradient_store = gradient_store
+
+        # Refuse what cannot be sharded while the module is still as it was.
         _check_module(module)
         _check_tensor_ranks(module, mesh)
         _check_precision(config, compute_dtype)
@@ -279,9 +281,12 @@ class ShardedModel:
             self.recorders.add(self.changed_values)
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
+
+        # Parameters that were built under `sharding.Init` have had their values kept apart until now.
         self._constructions = constructions_of(module.parameters())
         for construction in self._constructions:  # what is whole just now stays so
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
+        # Before the first collective of values, which ranks with different modules would mix up, or wait for in vain.
         _check_same_on_all_ranks(module, mesh)
         self.optimizers = optimizers
         self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor, *further_norm_groups]
@@ -290,12 +295,15 @@ class ShardedModel:
         specs = find_units(
             module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
         )
+
+        # Units: room in tiers for all of them at once, so that a full disk is told before any is built; then one after
+        # the other, so that no more than one is whole at a time.
         self._turns = {spec.name: number for number, spec in enumerate(specs)}
         self._reserve(specs)
         units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
         del self._constructions
-        register(module.parameters(), self)
+        register(module.parameters(), self)  # from here on parameters find their bucket
         self._share_buffers()
         self._tell_padding()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
@@ -304,12 +312,16 @@ class ShardedModel:
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.parameters)
         }
+
+        # Gradients: one bucket for each of parameters; memory that lives in a backward only goes from one to the next.
         per_step = config.gradient_reduction == "per_step"
         reuse, side = BufferReuse(), SideStream()
         self.gradients = [self._gradient_bucket(bucket, per_step, reuse, side) for bucket in self.buckets]
         self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
         backward_order = [*self.units[:0:-1], self.units[0]]  # the root's embedding comes last
         plan = [bucket for unit in backward_order for bucket in unit.buckets if _can_train(bucket)]
+
+        # Hooks: what gathers a unit, what waits for a step's values, what reduces gradients, the guards of user code.
         self.unsharder: Unsharder | None = None
         if self.placement.shard_parameters:
             self.unsharder = Unsharder(
@@ -352,7 +364,7 @@ class ShardedModel:
         Raises:
             RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
         """
-        self.come_to_rest(parameters=True, call="close(gather=True)")
+        self.come_to_rest(parameters=True, call="close(gather=True)")  # raises before anything has changed
         for gradients in self.gradients:  # first, for the whole parameters need room
             gradients.give_back()
         for unit in self.units:
@@ -409,7 +421,7 @@ class ShardedModel:
         """Let every tensor of these kinds of state (see `MovedStates`) lie where `move` puts it."""
         sums, buffers = (kind in kinds for kind in GRADIENTS)
         for sharded in self.optimizers:
-            sharded.refresh_pieces()
+            sharded.refresh_pieces()  # pieces are views of the masters: they are made while these are where they were
             if OPTIMIZER in kinds:
                 sharded.relocate(move)
         for bucket in self.buckets:
