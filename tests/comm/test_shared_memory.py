@@ -126,7 +126,8 @@ def test_memory_that_cannot_be_had_is_named_and_leaves_no_descriptor(
         assert (available, descriptors) == (False, 0)
         assert len(said) == (3 if rank >= first_rank else 0)
         # A descriptor that an earlier test lets go of meanwhile is enough for its own, and not for the other's.
-        place = rf"rank {rank} of 2.*(?:its own|that of rank [01]), 2101248 bytes of anonymous memory \(memfd.*{says}.*{VARIABLE}=0"
+        whose = rf"rank {rank} of 2.*(?:its own|that of rank [01]), 2101248 bytes"
+        place = rf"{whose} of anonymous memory \(memfd.*{says}.*{VARIABLE}=0"
         assert all(re.search(place, each) for each in said), said
 
 
