@@ -191,7 +191,7 @@ class ZeroEngine:
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
 
-        # Where weights come from is known before the model is built: without values of its own it draws none.
+        # Before the model is sharded: where its weights are about to be loaded, it draws no initial ones.
         deferred = open_deferred(module, device)
         weights = deferred if weights is None else weights
         self.offloaded = OffloadStores(zero.offload, self.device, self.mesh)
@@ -408,7 +408,7 @@ class ZeroEngine:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
-        self._publish_copies()  # before the average and the observers, who read what the other parts have, too
+        self._publish_copies()  # before observers are told that the step is over
         if (
             self.sequence.size > 1 and not self.sequence.used
         ):  # not before the step, whose closure may be what runs the model

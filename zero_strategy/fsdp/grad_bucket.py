@@ -280,7 +280,11 @@ class GradientBucket:
             self._notice_removed(grads_of([parameters[index] for index in self.live]))
 
     def _notice_removed(self, shown: Iterable[Tensor | None]) -> None:
-        """Forget all gradients if none of these is shown: those of the parameters that hold one, or of all."""
+        """Forget all gradients if no `p.grad` is left of those parameters that hold one.
+
+        Args:
+            shown: The `p.grad` of each of `live`.
+        """
         if self.live and not any(gradient is not None for gradient in shown):
             self._forget_sums()
             for index in list(self.live):
@@ -290,15 +294,16 @@ class GradientBucket:
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
         grads = grads_of(self.bucket.parameters)
-        if self.live:
-            self._notice_removed([grads[index] for index in self.live])
+        self._notice_removed([grads[index] for index in self.live])
         for index, shown in enumerate(grads):
-            if shown is not None and not self.shown.is_known(index, shown):
-                shown = self.bucket.parameters[index].grad  # where another one was replaced all have new handles
+            known = shown is not None and self.shown.is_known(index, shown)
+            if shown is not None and not known:  # the user's own, or another one was replaced, and all have new handles
+                shown = self.bucket.parameters[index].grad
+                known = shown is not None and self.shown.is_known(index, shown)
             if shown is None:
                 if index in self.live or index in self.own.live:
                     self._drop(index)
-            elif not self.shown.is_known(index, shown):
+            elif not known:
                 self.replace(index, shown)
             elif self.shown.written(index):
                 zeroed = self.shown.zeroed(index)

@@ -282,9 +282,9 @@ class ShardedModel:
         self.aliases = aliases(module)
         check_unsharded(module.parameters())
 
-        # Parameters that were built under `sharding.Init` have had their values kept apart until now.
+        # What was built under `sharding.Init` is in slices until its unit is built; what is whole just now stays so.
         self._constructions = constructions_of(module.parameters())
-        for construction in self._constructions:  # what is whole just now stays so
+        for construction in self._constructions:
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
         # Before the first collective of values, which ranks with different modules would mix up, or wait for in vain.
         _check_same_on_all_ranks(module, mesh)
@@ -303,7 +303,7 @@ class ShardedModel:
         units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
         del self._constructions
-        register(module.parameters(), self)  # from here on parameters find their bucket
+        register(module.parameters(), self)
         self._share_buffers()
         self._tell_padding()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]

@@ -35,7 +35,6 @@ from zero_strategy.offload.tier import Landing, streams_of
 from zero_strategy.runtime.torch_private import (
     DisableTorchFunctionSubclass,
     holders_of,
-    in_transform,
     outside_transforms,
     without_grad,
 )
@@ -50,15 +49,14 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
     Out of `torch.func`'s transforms as well, which refuse writes to what they did not make.
     """
 
-    without = without_grad(function)
-    outside = outside_transforms(without)
+    plainly = outside_transforms(without_grad(function))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return outside(*args, **kwargs)
-        return outside(*args, **kwargs) if in_transform() else without(*args, **kwargs)
+                return plainly(*args, **kwargs)
+        return plainly(*args, **kwargs)
 
     return call
 

@@ -81,7 +81,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """`version_of` each.
+    """Give `version_of` each tensor.
 
     For subclasses torch looks for `__torch_function__` at every attribute, for a microsecond; here it need not.
     """
