@@ -204,7 +204,7 @@ def _end_groups() -> list[dist.ProcessGroup]:
     return groups
 
 
-def _invalidate_unsharded(groups: list[dist.ProcessGroup]) -> None:
+def _let_go(groups: list[dist.ProcessGroup]) -> None:
     """Of all of them at once; nobody else holds any."""
     threads = [threading.Thread(target=groups.pop) for _ in groups]
     for thread in threads:
@@ -250,7 +250,7 @@ def _serve(rank: int, world: int, port: int, connection: Connection, log_path: s
         ended: list[dist.ProcessGroup] = []
         reply = _execute(job, rank, world, store, permanent, ended)
         connection.send_bytes(pickle.dumps(reply))
-        _invalidate_unsharded(ended)
+        _let_go(ended)
         if not reply.ok:
             # The group is left as it is: closing it would add errors on other ranks that explain nothing.
             connection.poll(None)

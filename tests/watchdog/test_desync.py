@@ -17,7 +17,16 @@ import pytest
 import torch.distributed as dist
 
 from zero_strategy.config import load_config
-from zero_strategy.watchdog.diagnosis import Begun, Failure, FailureBoard, Report, Wait, find_failure, positions
+from zero_strategy.watchdog.diagnosis import (
+    NO_BACKWARD,
+    Begun,
+    Failure,
+    FailureBoard,
+    Report,
+    Wait,
+    find_failure,
+    positions,
+)
 from zero_strategy.watchdog.flight_recorder import call_site_of, call_site_of_error, subject
 from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
 from zero_strategy.watchdog.watchdog import Watchdog
@@ -51,7 +60,7 @@ def test_ranks_in_different_groups_wait_for_each_other() -> None:
     assert found is not None and found.kind == "locked" and found.rank == 1
     assert found.text == (
         "ranks wait for each other: ranks 0, 2, 3 wait in reduce_scatter of `layers.7` (backward); rank 1 waits in "
-        "all_gather of `layers.3` (forward, train.py:88)"
+        f"all_gather of `layers.3` (forward, train.py:88). {NO_BACKWARD}"
     )
 
 
@@ -60,6 +69,18 @@ def test_different_collectives_of_one_group() -> None:
     found = find(waiting(0, "gather", 9), waiting(1, "gather", 9, other))
     assert found is not None and found.kind == "different"
     assert "number 9 of the same group rank 0 began all_gather of `layers.3` (64 bytes, float32), rank 1" in found.text
+
+
+def test_advice_where_the_other_report_is_old() -> None:
+    """The rank that runs a backward has told where it is, but not just now."""
+    own = waiting(1, "gather", 9, site="forward, train.py:5")
+    other = waiting(0, "gather", 9, begun=("all_gather", "layers.7", 64, "float32"), site="backward, train.py:7")
+    for fresh in ((), (0,)):
+        found = find(own, other, fresh=fresh)
+        assert found is not None and found.kind == "different"
+        assert "(backward, train.py:7)" in found.text and NO_BACKWARD in found.text
+    again = find(own, waiting(0, "gather", 9, begun=REDUCE, site="forward, train.py:7"))
+    assert again is not None and NO_BACKWARD not in again.text
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from itertools import pairwise
+from weakref import ref
 
-from zero_strategy.watchdog.flight_recorder import as_text, frame_at, stacks
+import torch
+import torch.distributed as dist
+
+from tests.launcher import Launcher
+from zero_strategy.watchdog.flight_recorder import Foreign, as_text, call_site_of, frame_at, stacks
 
 BUSY = """
 import threading, time
@@ -122,3 +129,43 @@ def test_a_waiting_thread() -> None:
     end.set()
     thread.join()
     assert frame_at(thread.ident, 0) is None and thread.ident not in stacks()
+
+
+def looked_at() -> tuple[int, bool, bool, bool]:
+    """Rank 0 waits twice in a barrier while a thread looks at it.
+
+    Returns:
+        In how many calls it was seen; whether one call was seen as one, the calls as ended; whether a tensor of the
+        caller's lives on.
+    """
+    seen: list[Foreign] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            if (foreign := call_site_of(None).foreign) is not None:
+                seen.append(foreign)
+            time.sleep(0.01)
+
+    def wait() -> ref[torch.Tensor]:
+        held = torch.zeros(4)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        dist.barrier()
+        return ref(held)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    held = [wait(), wait()]
+    dist.barrier()
+    over.set()
+    looker.join()
+    changes = sum(before.call != after.call for before, after in pairwise(seen))
+    different = {id(foreign.call) for foreign in seen}
+    ended = all(foreign.call() is None for foreign in seen)
+    return len(different), changes + 1 == len(different), ended, any(tensor() is not None for tensor in held)
+
+
+def test_a_look_tells_calls_apart_and_keeps_nothing_of_them(ranks: Launcher) -> None:
+    calls, as_one, ended, lives = ranks(2)(looked_at)[0]
+    assert calls >= 2 and as_one and ended and not lives

@@ -263,13 +263,15 @@ def _different(
             for number, mine in sorted(recent.items()):
                 theirs = report.recent.get(track, {}).get(number, mine)
                 if mine != theirs:
-                    where = positions([each for each in reports.values() if each.rank in fresh], rank_labels)
+                    # The report that shows another collective counts, however old: its rank has not got past that.
+                    known = [each for each in reports.values() if each.rank in fresh or each.rank == rank]
                     begun = sorted({own.rank: mine, rank: theirs}.items())
                     told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in begun)
-                    text = f"ranks came to different collectives: as number {number} of the same group {told}; {where}"
+                    text = f"ranks came to different collectives: as number {number} of the same group {told}; "
+                    text += positions(known, rank_labels)
                     if "all_gather" in (mine[0], theirs[0]):
                         text += f"; {_SKIPPED}"
-                    return Failure("different", rank, text, {})
+                    return Failure("different", rank, text + _advice(known), {})
     return None
 
 
@@ -278,6 +280,12 @@ _SKIPPED = (
     "of a list that ranks skip, or use stage 2"
 )
 """A cause that user code has where parameters are gathered, and the way out."""
+
+
+def _advice(reports: Iterable[Report]) -> str:
+    """A sentence more, where some ranks are in a backward and others are not."""
+    backward = {report.site.startswith("backward") for report in reports if not report.note}
+    return f". {NO_BACKWARD}" if len(backward) == 2 else ""
 
 
 def shown(begun: Begun) -> str:
@@ -324,5 +332,5 @@ def _locked(
             del stuck[rank]
     if own.rank not in stuck:
         return None
-    text = f"ranks wait for each other: {positions(stuck.values(), rank_labels)}"
+    text = f"ranks wait for each other: {positions(stuck.values(), rank_labels)}{_advice(stuck.values())}"
     return Failure("locked", min(set(_missing(own, reports)) & stuck.keys()), text, {})

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -345,20 +346,40 @@ _FROM_ONE = {
 """What not all ranks leave together, and the argument that names the one rank."""
 
 
+class _Mark:
+    """Lives as long as the call of a function on whose frame it is, where debuggers have theirs (`f_trace`).
+
+    The frame itself would tell calls apart, too, but it keeps what its callers hold: whole buckets, for one.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        """Nothing; called if the thread is traced from now on."""
+
+
+def _mark_of(frame: FrameType) -> weakref.ref[_Mark] | None:
+    """The mark of a call, which gets one where it has none; None: a debugger follows it."""
+    if frame.f_trace is None:
+        frame.f_trace = _Mark()
+    mark = frame.f_trace
+    return weakref.ref(mark) if isinstance(mark, _Mark) else None
+
+
 class Foreign(NamedTuple):
     """A collective of torch.distributed that a thread is in.
 
     Attributes:
         name: Of the function.
         ranks: World ranks that take part.
-        frame: Of the call: whoever keeps it can tell this call from later ones.
+        call: Tells this call from all others; nothing is kept alive by it.
         awaited: Those of them that cannot have left it, whatever it is that keeps this rank.
         message: It is between two ranks.
     """
 
     name: str
     ranks: tuple[int, ...]
-    frame: FrameType
+    call: weakref.ref[_Mark]
     awaited: tuple[int, ...]
     message: bool = False
 
@@ -443,6 +464,8 @@ def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:
     name, found = calls[depth].function, frame_at(thread, depth)
     if found is None or (found.f_code.co_filename, found.f_code.co_name) != (c10d, name):
         return None  # it has ended meanwhile
+    if (call := _mark_of(found)) is None:
+        return None
     arguments = found.f_locals
     try:
         ranks = tuple(dist.get_process_group_ranks(arguments.get("group")))
@@ -450,10 +473,10 @@ def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:
         ranks = tuple(range(dist.get_world_size()))
     argument = {**_MESSAGES, **_TO_ONE, **_FROM_ONE}.get(name)
     if argument is None:
-        return Foreign(name, ranks, found, ranks)
+        return Foreign(name, ranks, call, ranks)
     number = arguments.get(argument)
     one = ranks[number] if isinstance(number, int) and 0 <= number < len(ranks) else None
-    return Foreign(name, ranks, found, _awaited(name, ranks, one, dist.get_rank()), name in _MESSAGES)
+    return Foreign(name, ranks, call, _awaited(name, ranks, one, dist.get_rank()), name in _MESSAGES)
 
 
 def _awaited(name: str, ranks: tuple[int, ...], one: int | None, own: int) -> tuple[int, ...]:

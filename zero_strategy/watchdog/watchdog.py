@@ -19,14 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from zero_strategy.runtime.worker import Watch
 from zero_strategy.watchdog.diagnosis import (
-    NO_BACKWARD,
     DesyncError,
     Failure,
     RankLabels,
@@ -136,7 +133,7 @@ class Watchdog:
         self._asked = self._interval
         self._beat, self._next_report, self._warned = 0, 0.0, False
         self._stopped_since: dict[int, float] = {}
-        self._foreign: tuple[FrameType | None, float] = (None, 0.0)
+        self._foreign: tuple[Foreign | None, float] = (None, 0.0)
         self._partially_applied, self._ended = "", False
         self._told = False
         self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
@@ -183,14 +180,6 @@ class Watchdog:
         self._breaks.append(weakref.WeakMethod(on_failure))
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # the last is the first: the reason is told before any connection breaks
-
-    def _advised(self, failure: Failure) -> Failure:
-        """The failure, with what to look for where some ranks wait in a backward that others do not run."""
-        places = [place for place in failure.text.split("; ") if " wait" in place or " in no collective" in place]
-        backward = ["(backward, " in place for place in places]
-        if failure.kind not in ("different", "locked") or not any(backward) or all(backward):
-            return failure
-        return replace(failure, text=f"{failure.text}. {NO_BACKWARD}")
 
     def add_unfinished(self, says: Callable[[Collection[str]], str]) -> None:
         """Ask this what an exception has left unfinished on this rank.
@@ -248,7 +237,7 @@ class Watchdog:
         """
         with self._lock:
             if self.failure is None:
-                self.failure = self._store_client.post(self._advised(failure))
+                self.failure = self._store_client.post(failure)
                 for reference in self._breaks:
                     if (end := reference()) is not None:
                         with contextlib.suppress(Exception):
@@ -430,7 +419,7 @@ class Watchdog:
                 return watched.wait(), None
         foreign = call_site_of(None, found).foreign
         if foreign is None:
-            self._foreign = None, 0.0  # a frame keeps what its callers hold
+            self._foreign = None, 0.0
         if foreign is None or self._foreign_seconds(foreign, now) < self._wait:
             return None, None
         what = f"torch.distributed.{foreign.name}"
@@ -438,8 +427,8 @@ class Watchdog:
 
     def _foreign_seconds(self, foreign: Foreign, now: float) -> float:
         """Since when the main thread is known to be in this call."""
-        if self._foreign[0] is not foreign.frame:
-            self._foreign = foreign.frame, now
+        if self._foreign[0] is None or self._foreign[0].call != foreign.call:
+            self._foreign = foreign, now
         return now - self._foreign[1]
 
     def _end_foreign(self, now: float) -> None:
