@@ -21,45 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy import ops
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
-from zero_strategy.checkpoint import StateReader, random_state
-from zero_strategy.checkpoint import exports as pretrained
-from zero_strategy.checkpoint import exports as tagged
-from zero_strategy.checkpoint import load as loading
-from zero_strategy.checkpoint.agreement import state_dict_entries
+from zero_strategy.checkpoint import StateReader, exports, full_tensors
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
-from zero_strategy.checkpoint.module_state import full_entries
+from zero_strategy.checkpoint.loader import Loader
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.comm.collectives import CommunicationCounters
-from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
-from zero_strategy.comm.process_group import default_group, world_size
-from zero_strategy.comm.store import check_same_values, next_number
-from zero_strategy.config import ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.comm.process_group import default_group
+from zero_strategy.config import ZeroConfig
 from zero_strategy.convert.convert import checkpoint_in, open_any
+from zero_strategy.engine_mesh import connect, settle
 from zero_strategy.fsdp.all_layers import run_all_layers
-from zero_strategy.fsdp.captured_units import warn_of_captures
-from zero_strategy.fsdp.dtensor import held_by, tensor_ranks, whole_of
 from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
 from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
-from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation
+from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation, token_mean
 from zero_strategy.offload.stores import OffloadStores
 from zero_strategy.optim import GradientNorm, LossScaler, ShardedOptimizer
-from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
+from zero_strategy.optim.attached import AttachedOptimizers
+from zero_strategy.optim.averaging import Blend, WeightAverage, chosen_blend
 from zero_strategy.optim.clipping import Clipping
 from zero_strategy.optim.consistency import OptimizerConsistency
 from zero_strategy.optim.dropped_state import DroppedState
-from zero_strategy.optim.full_state import full_states
 from zero_strategy.optim.loss_scale import NonfiniteSteps
-from zero_strategy.optim.muon import tell_shared_buckets
-from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
-from zero_strategy.optim.step_hooks import StepHooks
-from zero_strategy.planning.held import ledger_of
+from zero_strategy.planning.held import ledger_of, state_bytes
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.publish.publisher import Publisher
 from zero_strategy.publish.whole import WholeWeights
@@ -72,15 +61,6 @@ from zero_strategy.watchdog.module_progress import report_to_watchdog
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-_OF_EACH_HOST = frozenset(
-    {
-        "checkpoint.bytes_per_second", "diagnostics.run_dir", "offload.nvme_path", "offload.probe_seconds",
-        "offload.resident_bytes", "offload.staging_bytes", "pipeline.timeline", "timeout_seconds",
-    }
-)  # fmt: skip
-"""Settings that may differ between ranks: places and speeds of a host, and bounds of time."""
 
 
 class ZeroEngine:
@@ -110,9 +90,9 @@ class ZeroEngine:
         sequence: Ranks that divide the tokens of the same sequences; this one alone unless `mesh.sequence` says more.
         scaler: The loss scaler, for fp16 only.
         offloaded: Where state is that is not on the device.
+        untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
-        untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
         holder: The integration that trains with it, held weakly; None: a script has made it by itself.
         nonfinite: Decides about steps whose gradients are not finite.
@@ -133,60 +113,16 @@ class ZeroEngine:
         divisor: Callable[[], int] = undivided,
         part: ModelPart = WHOLE,
     ) -> None:
-        # The settings, with every open choice resolved for this world; they do not change any more.
-        dp_groups, tensor_groups = part.dp_groups, part.tensor_groups
-        divided = tensor_ranks(module)
-        if isinstance(config, ResolvedConfig):
-            self.config = config
-        else:
-            asked = load_config(config)
-            if asked.mesh.tensor is None and divided is not None:
-                asked.mesh.record("tensor", len(divided), "derived: the device mesh of the module's DTensors")
-            ways = asked.mesh.tensor or 1
-            world = world_size() if dp_groups is None else len(dp_groups[0]) * asked.pipeline.stages * ways
-            self.config = resolve(asked, world)
-            check_owned(self.config.config, dtype_fact(compute_dtype))
+        # The settings come first, with every open choice resolved for this world; they do not change any more.
+        self.config, placed = settle(module, config, compute_dtype, part)
         zero: ZeroConfig = self.config.config
-        if (ways := zero.mesh.tensor or 1) > 1 and tensor_groups is None:
-            tensor_groups = tensor_groups_of(divided, ways)
-            dp_groups = dp_groups_across(tensor_groups) if dp_groups is None else dp_groups
-        if dp_groups is None and zero.pipeline.stages > 1:
-            raise ValueError(
-                f"pipeline.stages is {zero.pipeline.stages} [{zero.origin_of('pipeline.stages')}]: a ZeroEngine trains "
-                "a whole module; give the layers as a PipelineModule to a PipelineEngine, or leave the setting out"
-            )
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)
         self.module, self.part = module, part
         # Before any group is made: NCCL's communicators, streams and pins belong to the current device.
         self.device = occupy(device or device_of(module), default_group())
         device = None if device is None else self.device
-        name = f"engine{next_number('engines')}"
-        settings = {key: str(setting.value) for key, setting in zero.settings() if key not in _OF_EACH_HOST}
-        if zero.pipeline.stages > 1:
-            del settings["units.patterns"]  # the layers of this rank's stage
-        settings["compute_dtype"] = str(compute_dtype)
-        # Built on some hosts only, a library takes a minute: now, since here ranks wait for `timeout_seconds`, and
-        # elsewhere for `barrier_seconds`.
-        stepped_on = {(device or device_of(module)).type} | ({"cpu"} if zero.offload.optimizer != "none" else set())
-        for kind in sorted(stepped_on):
-            ops.ensure(kind)
-        # Before groups are made, since ranks with other settings would make other groups, and wait for each other.
-        check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
-        self.mesh = Mesh.build(
-            replicate=zero.mesh.replicate,
-            shard=self.config.shard,
-            timeout=zero.timeout_seconds,
-            barrier_seconds=zero.barrier_seconds,
-            name=name,
-            dp_groups=dp_groups,
-            watchdog=zero.watchdog,
-            tensor_groups=tensor_groups,
-            sequence=zero.mesh.sequence,
-            further=part.further_groups,
-            rank_labels=part.rank_labels,
-        )
-        self.mesh.warm_up(self.device)
+        self.mesh = connect(self.config, placed, compute_dtype, self.device)
         self.sequence = SequenceGroup(self.mesh.sequence, zero.mesh.ulysses or zero.mesh.sequence)
         further = list(self.mesh.further.values())
         self._parts = [group for group in (*further, self.mesh.tensor) if group.size > 1]
@@ -200,6 +136,7 @@ class ZeroEngine:
         self._consistency = OptimizerConsistency(self.optimizers, self.mesh.control)
         self.saver = Saver(self)
         self.steps: StepWatch = StepWatch(self.saver)
+        self._loader = Loader(self, self.saver, self.steps, open_any, self._publish_copies)
         self._ended_by = ""
         self.holder: ReferenceType[Any] | None = None
         self._model: ShardedModel | None = ShardedModel(
@@ -230,17 +167,18 @@ class ZeroEngine:
         self.gradient_watchers = self._clipping.watchers
         self.evaluation = SharedEvaluation(self.model, self.mesh)
         self.untrained: frozenset[int] = frozenset()
-        self._checked: list[int] | None = None
-        self._step_hooks: list[StepHooks] = []
+        self._attached = AttachedOptimizers(
+            self.model, self.optimizers, self._before_step, self._after_step, self._declines
+        )
         self._closing: list[Callable[[], None]] = []
         self._undoing: list[Callable[[], None]] = []
         self._diagnosed = False
         if zero.stage == 3 and self.mesh.shard_size > 1 and not zero.units.may_skip:
             self._closing.append(run_all_layers(module))
-        self._module_hooks = report_to_watchdog(self.mesh.watchdog, module, self.left_inconsistent)
+        self._module_hooks = report_to_watchdog(self.mesh.watchdog, module, self._attached.left_inconsistent)
         # Last: a load asks for the saver, the average and the observers.
         if weights is not None:
-            self._load_weights(weights, strict=not isinstance(weights, StateReader))
+            self._loader.weights(weights, strict=not isinstance(weights, StateReader))
             close_deferred(module)
 
     @property
@@ -269,8 +207,7 @@ class ZeroEngine:
 
     def strangers(self) -> list[str]:
         """Names of parameters that the module has got since it was sharded, and that this engine does not train."""
-        known = {id(parameter) for _, parameter in self.model.names()}
-        return [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
+        return self.model.strangers()
 
     @property
     def stage(self) -> int:
@@ -317,26 +254,14 @@ class ZeroEngine:
             ValueError: If one holds a foreign parameter, or two hold the same one and their state is offloaded.
         """
         self.model.moved.check("attaching an optimizer")
-        for optimizer in optimizers:
-            if any(sharded.optimizer is optimizer for sharded in self.optimizers):
-                continue
-            if self.model.optimizer_store is not None:
-                check_twice([*(sharded.optimizer for sharded in self.optimizers), optimizer], self.model.names())
-            self.optimizers.append(ShardedOptimizer(optimizer, self.model, self._declines))
-            self._step_hooks.append(StepHooks(optimizer, self._before_step, self._after_step))
-        self._checked = None
+        self._attached.attach(optimizers)
         self.offloaded.tell_step()
 
     def detach(self) -> None:
         """Let go of all optimizers, for example to attach new ones; their states are dropped."""
         if self.offloaded.files is not None:
             self.saver.rest()  # a save in the background reads them there
-        for sharded in self.optimizers:
-            sharded.detach()
-        for hooks in self._step_hooks:
-            hooks.remove()
-        self._step_hooks.clear()
-        self.optimizers.clear()
+        self._attached.detach()
         self._consistency.forget()
 
     def sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
@@ -345,11 +270,7 @@ class ZeroEngine:
         Raises:
             ValueError: If it is not attached.
         """
-        inner = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer and AcceleratedOptimizer wrap it
-        for sharded in self.optimizers:
-            if sharded.optimizer is optimizer or sharded.optimizer is inner:
-                return sharded
-        raise ValueError(f"{type(optimizer).__name__} is not attached to this engine; call engine.attach(optimizer)")
+        return self._attached.of(optimizer)
 
     def check_optimizers(self) -> None:
         """Raise if a trainable parameter is in no optimizer, or one in two whose state is offloaded.
@@ -357,36 +278,15 @@ class ZeroEngine:
         Raises:
             ValueError: Naming the parameters and the way out.
         """
-        attached = [sharded.optimizer for sharded in self.optimizers]
-        if self.model.optimizer_store is not None:
-            check_twice(attached, self.model.names())
-        names = ((name, parameter) for name, parameter in self.model.names() if id(parameter) not in self.untrained)
-        check_all_held(attached, names)
-        if strangers := self.strangers():
-            raise ValueError(
-                f"parameters {strangers[:5]} came into the module after it was sharded (resize_token_embeddings, a new "
-                "head), and no rank would send their gradients: end the engine first (engine.close(gather=True)), "
-                "change the module, and prepare it again"
-            )
-        tell_shared_buckets(attached, self.model)
-        if self.stage == 3 and self.mesh.shard_size > 1 and self.device.type == "cuda":
-            warn_of_captures(self.module)
-        self._checked = self._group_sizes()
+        self._attached.check(self.untrained)
 
     def _check_observed(self) -> None:
         """Raise if the settings ask for records that nobody keeps."""
-        zero: ZeroConfig = self.config.config
-        asked = zero.diagnostics.run_dir and f"diagnostics.run_dir is {zero.diagnostics.run_dir!r}"
-        if zero.deepspeed is not None and zero.deepspeed.observers:
-            asked = asked or f"the DeepSpeed JSON has {', '.join(zero.deepspeed.observers)}"
-        if asked and not self._diagnosed:
+        if (asked := self.config.config.asked_records()) and not self._diagnosed:
             raise RuntimeError(
                 f"{asked}, and nobody observes this engine: call "
                 "zero_strategy.diagnostics.recorder.install_diagnostics(engine) before its first step"
             )
-
-    def _group_sizes(self) -> list[int]:
-        return [len(group["params"]) for sharded in self.optimizers for group in sharded.optimizer.param_groups]
 
     # ---- the step: one hook before torch's `step()`, one behind it, both inside of the user's hooks ----
 
@@ -394,15 +294,15 @@ class ZeroEngine:
         sharded = self.sharded(optimizer)
         self.model.moved.check("an optimizer's step")
         self.observed.mark("step begins")
-        # What ranks agreed upon in the last reduction; a save in the background that failed is raised here, before
-        # anything changes.
-        self.steps.before(self._flags_of_all(), skipped=sharded.skip_next)
+        # What ranks agreed upon in the last reduction, those that train other parts too; a save in the background that
+        # failed is raised here, before anything changes.
+        self.steps.before(self.model.reducer.take_flags(self._parts), skipped=sharded.skip_next)
         self._consistency.note_step(optimizer)
         self.activations.choose(self.mesh.control)
         if self.average is not None:
             self.average.before_step()
-        if self._checked != self._group_sizes():  # the first step, or a group was added since
-            self.check_optimizers()
+        if self._attached.changed:  # the first step, or a group was added since
+            self._attached.check(self.untrained)
             self._check_observed()
         return sharded.begin_step(args, kwargs)
 
@@ -455,10 +355,7 @@ class ZeroEngine:
             TypeError: If `blend` is not elementwise.
             ValueError: If an argument is out of range, or `blend` is given beside `warmup` or `bias_correction`.
         """
-        if (blend is not None or decay is None) and (warmup or bias_correction):
-            raise ValueError("warmup and bias_correction belong to an exponential average: give a decay, and no blend")
-        if blend is None:
-            blend = equal_blend if decay is None else ExponentialBlend(decay, warmup, bias_correction)
+        blend = chosen_blend(decay, blend, warmup=warmup, bias_correction=bias_correction)
         self.drop_average()
         self.average = WeightAverage(
             self.model,
@@ -485,14 +382,6 @@ class ZeroEngine:
         """Bring new values to the other parts of the model. A collective where there are copies of weights."""
         if self.part.copies is not None:
             self.part.copies.publish(self.model.gathered)
-
-    def _flags_of_all(self) -> int:
-        """The flags of the last reductions, of the ranks that train other parts of the model, too."""
-        flags = self.model.reducer.take_flags()
-        for group in self._parts:
-            for other in group.all_gather_small(torch.tensor([flags], dtype=torch.int32)):
-                flags |= int(other)
-        return flags
 
     def _declines(self, sharded: ShardedOptimizer) -> bool:
         """True if its step is not to be taken; where there is a loss scale, `unscale_gradients` has said so already."""
@@ -522,10 +411,7 @@ class ZeroEngine:
         Raises:
             ValueError: If no token of any rank counts.
         """
-        counts = self.mesh.control.all_gather_small(torch.tensor([int(count)]), "tokens that count")
-        if not (everyone := int(torch.stack(counts).sum())):
-            raise ValueError("token_mean: no token of any rank counts; leave such batches out")
-        return total * (len(counts) / everyone)
+        return token_mean(self.mesh.control, total, count)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""
@@ -540,27 +426,8 @@ class ZeroEngine:
         """
         self.model.moved.check("a forward", (PARAMETERS,))
         self.model.reducer.make_masters()
-        unsharder = self.model.unsharder
-        with self.observed.forward(inputs):
-            if unsharder is None:
-                yield
-                return
-            root = unsharder.units[0]
-            unsharder.enter(root)
-            try:
-                yield
-            finally:
-                unsharder.leave(root, backward_follows=torch.is_grad_enabled())
-
-    def left_inconsistent(self, phases: Collection[str]) -> str:
-        """Work that an exception left unfinished, in words, where this rank's threads are in `phases`; "": none."""
-        if self.model.reducer.in_backward and "backward" not in phases:
-            return "has left a backward with an exception"
-        partially_applied = [sharded for sharded in self.optimizers if sharded.partially_applied]
-        if partially_applied and "step" not in phases:
-            cause = next((f" ({sharded.stopped_by})" for sharded in partially_applied if sharded.stopped_by), "")
-            return f"has left an optimizer step with an exception{cause}"
-        return ""
+        with self.observed.forward(inputs), self.model.root_in_use():
+            yield
 
     def check_loss(self, loss: Tensor, weight: float = 1.0) -> None:
         """Tell the observers of this engine the loss of a micro-batch; the integrations call it before each backward.
@@ -588,10 +455,6 @@ class ZeroEngine:
             ValueError: If the parameter is not the module's, is frozen, or has another shape.
         """
         self.model.moved.check("add_gradient()")
-        if self.model.place(parameter) is None or not parameter.requires_grad:
-            raise ValueError("add_gradient takes a trainable parameter of the engine's module")
-        if gradient.shape != parameter.shape:
-            raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
         self.model.reducer.add(parameter, gradient)
 
     def clip_grad_norm_(
@@ -633,10 +496,7 @@ class ZeroEngine:
         return torch.tensor(norm.value, dtype=torch.float32)
 
     def clip_grad_value_(
-        self,
-        clip_value: float,
-        optimizer: Optimizer | None = None,
-        parameters: Iterable[nn.Parameter] | None = None,
+        self, clip_value: float, optimizer: Optimizer | None = None, parameters: Iterable[nn.Parameter] | None = None
     ) -> None:
         """Clamp every gradient element, or those of `parameters`, to [-clip_value, clip_value].
 
@@ -705,11 +565,7 @@ class ZeroEngine:
         if self.scaler is None:
             return True
         self.model.moved.check("unscale_gradients()", GRADIENTS)
-        sharded = self.sharded(optimizer)
-        finite = sharded.gradients.norm(float("inf")).finite
-        sharded.gradients.scale(1.0 / (scale or self.scaler.scale))
-        sharded.skip_next = not finite
-        return finite
+        return self.sharded(optimizer).unscale(scale or self.scaler.scale)
 
     # ---- checkpoints: all ranks of the team take part ----
 
@@ -763,8 +619,8 @@ class ZeroEngine:
             )
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-        """Write weights and config for Hugging Face's `from_pretrained`; see `saving.pretrained.save_pretrained`."""
-        pretrained.save_pretrained(self, directory, dtype=dtype)
+        """Write weights and config for Hugging Face's `from_pretrained`; see `checkpoint.exports.save_pretrained`."""
+        exports.save_pretrained(self, directory, dtype=dtype)
 
     def load(
         self,
@@ -790,19 +646,7 @@ class ZeroEngine:
         Raises:
             ValueError: Listing every tensor that does not fit.
         """
-        self.model.reducer.drop()
-        for sharded in self.optimizers:
-            sharded.skip_next = False
-        if weights is None:
-            reader = self.load_weights(directory, strict=strict)
-        else:
-            weights(reader := self._reader(directory))
-            self._publish_copies()
-        if optimizers and self.optimizers and reader.has_manifest:
-            self._load_optimizers(reader)
-            self.steps.load_counters(reader.manifest.counters)
-            self.load_random_state(reader)
-        return reader
+        return self._loader.load(directory, strict=strict, optimizers=optimizers, weights=weights)
 
     def save_checkpoint(
         self,
@@ -815,8 +659,8 @@ class ZeroEngine:
         asynchronous: bool = False,
         frozen: Literal["store", "reference"] | None = None,
     ) -> PendingSave:
-        """Write the checkpoint `save_dir/tag`; see `saving.tagged.save_checkpoint`."""
-        return tagged.save_checkpoint(
+        """Write the checkpoint `save_dir/tag`; see `checkpoint.exports.save_checkpoint`."""
+        return exports.save_checkpoint(
             self,
             save_dir,
             tag,
@@ -838,8 +682,8 @@ class ZeroEngine:
         lr_scheduler: Any = None,
         weights: Callable[[StateReader], None] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`; returns its path and the client state; see `saving.tagged.load_checkpoint`."""
-        return tagged.load_checkpoint(
+        """Load `load_dir/tag`; returns its path and the client state; see `checkpoint.exports.load_checkpoint`."""
+        return exports.load_checkpoint(
             self,
             load_dir,
             tag,
@@ -852,42 +696,19 @@ class ZeroEngine:
         )
 
     def load_random_state(self, reader: StateReader) -> None:
-        """Give this rank its random state back, where the config says so; see `saving.random_state`."""
-        if self.config.config.checkpoint.random_state:
-            random_state.load(reader, self.mesh.world_group.rank, self.mesh.world_group.world_size)
+        """Give this rank its random state back, where the config says so; see `checkpoint.random_state`."""
+        self._loader.random_state(reader)
 
     def load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool = True) -> StateReader:
         """Load weights and buffers only, each rank reading its own slices; also from a Hugging Face directory."""
-        reader = self._load_weights(source, strict=strict)
+        reader = self._loader.weights(source, strict=strict)
         self._publish_copies()
         return reader
-
-    def _load_weights(self, source: str | os.PathLike[str] | StateReader, *, strict: bool) -> StateReader:
-        self.model.moved.check("loading a checkpoint")
-        if self.average is not None:
-            self.average.check_not_shown("loading a checkpoint")
-        self.saver.wait()
-        reader = self._reader(source)
-        with self.mesh.observed.span("load"):
-            loading.load_weights(self, reader, strict=strict)
-        return reader
-
-    def _reader(self, source: str | os.PathLike[str] | StateReader) -> StateReader:
-        if isinstance(source, StateReader):
-            return source
-        self.mesh.world_group.barrier.wait_for_all("loading a checkpoint")
-        verify = self.config.config.checkpoint.verify
-        return loading.open_together(self, lambda: open_any(source, verify=verify))
 
     def load_optimizers(self, source: str | os.PathLike[str] | StateReader) -> None:
         """Load optimizer state, master weights and the loss scale only."""
-        self._load_optimizers(self._reader(source))
+        self._loader.optimizers(source)
         self._publish_copies()
-
-    def _load_optimizers(self, reader: StateReader) -> None:
-        self.model.moved.check("loading a checkpoint")
-        with self.mesh.observed.span("load"):
-            loading.load_optimizers(self, reader)
 
     def save_on_signal(
         self, directory: str | os.PathLike[str], **options: Any
@@ -907,23 +728,7 @@ class ZeroEngine:
             names: Those that are wanted, the same on all ranks; default: all.
             keep: Give them to this rank; otherwise it takes part, copies nothing and gets an empty dict.
         """
-        self.mesh.barrier.wait_for_all("full_state_dict()")
-        entries = {n: t for n, t in state_dict_entries(self.module, tied=True) if names is None or n in names}
-        wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
-        for unit in self.model.units:
-            chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
-            with self.model.gathered(chosen):
-                whole = {id(p): whole_of(p, held_by(p).detach()) for p in chosen}
-                if keep:
-                    copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})
-        extra = full_entries(self)
-        if not keep:
-            return {}
-        full = {
-            name: copies[id(tensor)] if id(tensor) in copies else held_by(tensor).detach().to("cpu", copy=True)
-            for name, tensor in entries.items()
-        }
-        return {**full, **{name: value for name, value in extra.items() if names is None or name in names}}
+        return full_tensors.full_state_dict(self, names, keep=keep)
 
     def weights(
         self,
@@ -950,12 +755,7 @@ class ZeroEngine:
         return WholeWeights(self, names, dtype=dtype, merge_adapters=merge_adapters, module=module)
 
     def publish(
-        self,
-        to: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype | None = None,
-        anchor_every: int = 100,
-        keep: int = 2,
+        self, to: str | os.PathLike[str], *, dtype: torch.dtype | None = None, anchor_every: int = 100, keep: int = 2
     ) -> Publisher:
         """Publish the weights in a folder, for readers in other processes and hosts; see `Publisher`. A collective.
 
@@ -983,22 +783,11 @@ class ZeroEngine:
 
         All ranks call it; those with `keep=False` take part and get an empty dict.
         """
-        sharded = self.sharded(optimizer)
-        self.mesh.barrier.wait_for_all("optimizer_state_dict()")
-        states: dict[int, dict[str, Any]] = {}
-        for parameter, values in full_states(self.model, sharded):
-            if keep:
-                states[id(parameter)] = values
-        if not keep:
-            return {}
-        with sharded.whole_state(states):
-            return sharded.optimizer.state_dict()
+        return full_tensors.optimizer_state_dict(self, self.sharded(optimizer), keep=keep)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """Full optimizer state: {parameter name: {"exp_avg": tensor, ..., "step": tensor}}. All ranks call it."""
-        names = {id(parameter): name for name, parameter in self.model.names()}
-        self.mesh.barrier.wait_for_all("full_optimizer_state()")
-        return {names[id(parameter)]: values for parameter, values in full_states(self.model, self.sharded(optimizer))}
+        return full_tensors.full_optimizer_state(self, self.sharded(optimizer))
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Divide a whole state, in the form of `optimizer.state_dict()`, among the ranks.
@@ -1068,19 +857,12 @@ class ZeroEngine:
 
     def state_bytes(self) -> dict[str, int]:
         """Persistent bytes of model state on this rank: parameters, gradients, optimizer (master weights included)."""
-        buckets = self.model.buckets
-        return {
-            "parameters": sum(bucket.persistent_bytes() for bucket in buckets),
-            "gradients": sum(bucket.persistent_bytes() for bucket in self.model.gradients),
-            "optimizer": sum(bucket.master_bytes() for bucket in buckets)
-            + sum(sharded.state_bytes() for sharded in self.optimizers),
-            **({} if self.average is None else {"average": sum(bucket.average_bytes() for bucket in buckets)}),
-        }
+        return state_bytes(self.model, self.optimizers, self.average)
 
     def ledger(self) -> Ledger:
-        """Every long-lived buffer of this rank with category, owner, tier, bytes asked and taken; see `memory.ledger`.
+        """Every long-lived buffer of this rank with category, owner, tier, bytes asked and taken; see `planning.ledger`.
 
-        `memory.reconcile` holds it against the allocator and the process.
+        `planning.held.reconcile` holds it against the allocator and the process.
         """
         return ledger_of(self)
 
@@ -1148,11 +930,7 @@ class ZeroEngine:
         model, call = self.model, "close(gather=True)"
         if self.sequence.size > 1:
             raise ValueError(f"{call}: ranks divide the sequences of this model (mesh.sequence); build it anew")
-        if self.mesh.closed and model.placement.shard_parameters:
-            raise RuntimeError(
-                f"{call} of an engine that was closed without it: at stage 3 each rank kept its slices, and no "
-                "connection is left to gather them; build the module anew and load a checkpoint"
-            )
+        model.check_gatherable(call)
         if self.desync is not None:
             raise RuntimeError(f"{call}: ranks cannot go on together: {self.desync}")
         model.moved.check(call)

@@ -551,6 +551,13 @@ class ZeroConfig(Section):
         """
         return dict(self.settings())[key].origin
 
+    def asked_records(self) -> str:
+        """A clause that names the setting that asks for records of the run; "": none does."""
+        if self.diagnostics.run_dir:
+            return f"diagnostics.run_dir is {self.diagnostics.run_dir!r}"
+        observers = () if self.deepspeed is None else self.deepspeed.observers
+        return f"the DeepSpeed JSON has {', '.join(observers)}" if observers else ""
+
     def plan(self, model: nn.Module | Any, *, world_size: int = 1, **options: Any) -> Any:
         """Memory that every rank of a run would hold, computed before anything is allocated.
 

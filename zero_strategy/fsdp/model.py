@@ -396,6 +396,21 @@ class ShardedModel:
             found[GRADIENTS[0]] = "offload.gradients"
         return found
 
+    def check_gatherable(self, call: str) -> None:
+        """Raise if parameters are divided and no connection is left to gather them.
+
+        Args:
+            call: What would gather them, for the message.
+
+        Raises:
+            RuntimeError: Naming the way out.
+        """
+        if self.mesh.closed and self.placement.shard_parameters:
+            raise RuntimeError(
+                f"{call} of an engine that was closed without it: at stage 3 each rank kept its slices, and no "
+                "connection is left to gather them; build the module anew and load a checkpoint"
+            )
+
     def come_to_rest(self, *, parameters: bool, call: str = "offload_states()") -> None:
         """Before states move: raise unless it is between steps, and release what is whole if `parameters` move.
 
@@ -572,6 +587,24 @@ class ShardedModel:
         """First name and object of every parameter, bucket by bucket."""
         for bucket in self.buckets:
             yield from zip(bucket.names, bucket.parameters, strict=True)
+
+    def strangers(self) -> list[str]:
+        """Names of parameters that the module has got since it was sharded, and that nobody trains."""
+        known = {id(parameter) for _, parameter in self.names()}
+        return [name for name, parameter in self.module.named_parameters() if id(parameter) not in known]
+
+    @contextmanager
+    def root_in_use(self) -> Iterator[None]:
+        """Inside, root parameters may be used outside of any module's forward."""
+        if self.unsharder is None:
+            yield
+            return
+        root = self.unsharder.units[0]
+        self.unsharder.enter(root)
+        try:
+            yield
+        finally:
+            self.unsharder.leave(root, backward_follows=torch.is_grad_enabled())
 
     @torch.no_grad()
     def assemble(self, bucket: ParameterBucket, values: dict[int, Tensor], dtype: torch.dtype) -> Tensor:

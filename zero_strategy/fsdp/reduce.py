@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.backward import Backward
 from zero_strategy.fsdp.buffers import SharedBuffers
@@ -250,9 +251,16 @@ class GradientReducer:
             if number not in self._backward.left and self.plan.trains(number):
                 self._launch(number)
 
-    def take_flags(self) -> int:
-        """The flags that ranks have agreed upon since the last call; see `StepAgreement.own_flags`."""
+    def take_flags(self, further: Iterable[Communicator] = ()) -> int:
+        """The flags that ranks have agreed upon since the last call; see `StepAgreement.own_flags`.
+
+        Args:
+            further: Groups of ranks that train other parts of the model, whose flags count too. Then a collective.
+        """
         flags, self._agreed_flags = self._agreed_flags, 0
+        for group in further:
+            for other in group.all_gather_small(torch.tensor([flags], dtype=torch.int32)):
+                flags |= int(other)
         return flags
 
     def announce_to(self, call: Callable[[str, Any], None] | None) -> None:
@@ -488,19 +496,20 @@ class GradientReducer:
 
         Raises:
             RuntimeError: If the last backward did not finish.
+            ValueError: If the parameter is none of them, is frozen, or has another shape.
         """
+        places = ((b, i) for b in self.buckets for i, known in enumerate(b.bucket.parameters) if known is parameter)
+        if (place := next(places, None)) is None or not parameter.requires_grad:
+            raise ValueError("add_gradient takes a trainable parameter of the engine's module")
+        if gradient.shape != parameter.shape:
+            raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
         self.check_whole()
-        for bucket in self.buckets:
-            for index, known in enumerate(bucket.bucket.parameters):
-                if known is parameter:
-                    bucket.bucket.make_master()
-                    bucket.begin()
-                    mine = local_values(bucket.bucket.parts[index], parameter, gradient)
-                    bucket.accumulate(index, mine, lent=True)
-                    bucket.show(index)
-                    self._unreduced = True
-                    return
-        raise AssertionError("not a parameter that may be trained")
+        bucket, index = place
+        bucket.bucket.make_master()
+        bucket.begin()
+        bucket.accumulate(index, local_values(bucket.bucket.parts[index], parameter, gradient), lent=True)
+        bucket.show(index)
+        self._unreduced = True
 
     def check_whole(self) -> None:
         """Before parameters or gradients are used or saved.

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: joined training with weight 0, shared evaluation.
+"""Ranks with different numbers of batches, or of tokens: joined training with weight 0, shared evaluation, one mean.
 
 In evaluation, ranks without a batch left take part in the gathers of those with one. Most steps gather the same units
 in the same order as the step before, so that order is the plan of the next step, where all ranks have seen the same:
@@ -34,7 +34,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
+from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.runtime.torch_private import tree_map
@@ -360,3 +362,11 @@ def _check(states: list[_State], copies: list[int], having: set[int], given: lis
             "step with a batch of its own, and these have none that they could repeat with weight 0; give every rank "
             "at least one"
         )
+
+
+def token_mean(control: Communicator, total: Tensor, count: Tensor | int) -> Tensor:
+    """The loss of this rank, so that the mean over ranks is that over all their tokens; see `ZeroEngine.token_mean`."""
+    counts = control.all_gather_small(torch.tensor([int(count)]), "tokens that count")
+    if not (everyone := int(torch.stack(counts).sum())):
+        raise ValueError("token_mean: no token of any rank counts; leave such batches out")
+    return total * (len(counts) / everyone)

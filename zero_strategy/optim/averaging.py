@@ -85,6 +85,19 @@ def equal_blend(average: Tensor, weights: Tensor, updates: Tensor) -> Tensor:
     return average + (weights - average) / (updates + 1)
 
 
+def chosen_blend(decay: float | None, blend: Blend | None, *, warmup: bool, bias_correction: bool) -> Blend:
+    """The rule of an average, as `ZeroEngine.average_weights` is asked for it.
+
+    Raises:
+        ValueError: If a rule of the user's, or a plain mean, is to have what belongs to an exponential average.
+    """
+    if (blend is not None or decay is None) and (warmup or bias_correction):
+        raise ValueError("warmup and bias_correction belong to an exponential average: give a decay, and no blend")
+    if blend is not None:
+        return blend
+    return equal_blend if decay is None else ExponentialBlend(decay, warmup, bias_correction)
+
+
 def check_blend(blend: Blend) -> None:
     """Raise if a function is not elementwise: it is tried on random numbers, whole and in two parts.
 

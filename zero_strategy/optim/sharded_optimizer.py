@@ -317,6 +317,17 @@ class ShardedOptimizer:
         """True if its state need not have the parameters' shapes: it steps on more than elements."""
         return reason_against(self.optimizer) is not None
 
+    def unscale(self, scale: float) -> bool:
+        """Divide its gradients by a loss scale; the next step is skipped if one is not finite. A collective.
+
+        Returns:
+            Whether all are.
+        """
+        finite = self.gradients.norm(float("inf")).finite
+        self.gradients.scale(1.0 / scale)
+        self.skip_next = not finite
+        return finite
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank in whatever tier, master weights left out."""
         tensors = [value for values in self.book.pieces() for value in values.values() if isinstance(value, Tensor)]

@@ -11,7 +11,7 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -68,6 +68,21 @@ class LedgeredEngine(Protocol):
     def offloaded(self) -> OffloadStores: ...
     @property
     def saver(self) -> Snapshots: ...
+
+
+def state_bytes(
+    model: ShardedModel, optimizers: Sequence[ShardedOptimizer], average: WeightAverage | None
+) -> dict[str, int]:
+    """Persistent bytes of model state on this rank, by kind; see `ZeroEngine.state_bytes`."""
+    masters = sum(bucket.master_bytes() for bucket in model.buckets)
+    found = {
+        "parameters": sum(bucket.persistent_bytes() for bucket in model.buckets),
+        "gradients": sum(bucket.persistent_bytes() for bucket in model.gradients),
+        "optimizer": masters + sum(sharded.state_bytes() for sharded in optimizers),
+    }
+    if average is not None:
+        found["average"] = sum(bucket.average_bytes() for bucket in model.buckets)
+    return found
 
 
 def ledger_of(engine: LedgeredEngine) -> Ledger:
