@@ -58,6 +58,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 	$(BIN)/python scripts/check_prose.py
+	$(BIN)/python scripts/check_names.py
 
 test test-rest test-torch test-all coverage: export OMP_NUM_THREADS = 1
 test: lint

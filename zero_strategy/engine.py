@@ -879,7 +879,7 @@ class ZeroEngine:
             self.mesh.watchdog.note_error(error)
 
     def note_diagnostics(self, *closing: Callable[[], None]) -> None:
-        """Start to record as the settings ask; `close` calls these first (`diagnostics.install` calls this)."""
+        """Start to record as the settings ask; `close` calls these first (`install_diagnostics` calls this)."""
         self._diagnosed = True
         self._closing += closing
 

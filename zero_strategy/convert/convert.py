@@ -132,7 +132,7 @@ def open_any(
     Args:
         path: A directory or a file.
         verify: Compare checksums, where the checkpoint has any: ours.
-        source: The format, one of `interop.FORMATS` or "native"; None finds it out.
+        source: The format, one of `FORMATS` or "native"; None finds it out.
         options: For the format's `read`, such as `tag`.
 
     Raises:

@@ -47,7 +47,7 @@ class FlatGradients:
 
     Args:
         layout: Of the bucket.
-        flat: The buffer, of `layout.numel` elements.
+        flat: The buffer, of `BucketLayout.numel` elements.
 
     Attributes:
         flat: As above.

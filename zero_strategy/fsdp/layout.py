@@ -248,7 +248,7 @@ def build_layout(
         world_size: Number of equal slices.
         replicas: Ranks that hold the same slice; each slice divides evenly among them as well.
         whole: Each parameter lies inside of one slice; segments are then in the order of their elements.
-        turn: See `packing.pack`.
+        turn: See `layout.pack`.
 
     Raises:
         ValueError: If a name occurs twice.

@@ -656,8 +656,8 @@ class ZeroAccelerator(Accelerator):
         """Prove on a model of yours that these settings train it as one plain process does. All processes call it.
 
         Args:
-            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
-            **keywords: As for `diagnostics.verify.verify`; accumulation and autocast are this accelerator's.
+            factory: Makes the model, its optimizer, batches and loss; see `verify.subject`.
+            **keywords: As for `zero_strategy.verify`; accumulation and autocast are this accelerator's.
 
         Returns:
             What was compared, and the first tensor that differs.

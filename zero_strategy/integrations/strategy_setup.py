@@ -162,7 +162,7 @@ def _micro_batch(trainer: Any) -> int | None:
 
 
 def verify_settings(config: Any, factory: Factory, keywords: dict[str, Any]) -> VerifyReport:
-    """Verify under an integration's settings; see `diagnostics.verify.verify` for the arguments."""
+    """Verify under an integration's settings; see `zero_strategy.verify` for the arguments."""
     from zero_strategy.verify import verify
 
     return verify(factory, config, **keywords)

@@ -187,8 +187,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         """Prove on a model of yours that these settings train it as one plain process does.
 
         Args:
-            factory: Makes the model, its optimizer, batches and loss; see `diagnostics.verify_subject`.
-            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `diagnostics.verify.verify`.
+            factory: Makes the model, its optimizer, batches and loss; see `verify.subject`.
+            **keywords: `ranks`, `steps`, `accumulation`, `clip_norm` and the rest: see `zero_strategy.verify`.
 
         Returns:
             What was compared, and the first tensor that differs.

@@ -155,7 +155,7 @@ class TrainerPipeline(_Base):
         return max(1, world // (config.pipeline.stages * (config.mesh.tensor or 1)))
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
-        """See `ZeroStrategy.verify`; a factory of layers, or of a LightningModule: `diagnostics.verify_pipeline`."""
+        """See `ZeroStrategy.verify`; a factory of layers, or of a LightningModule: `verify.pipeline`."""
         ranks = dist.get_world_size() if dist.is_initialized() else keywords.get("ranks") or 2
         return verify_settings(self._with_stages(ranks), factory, keywords)
 

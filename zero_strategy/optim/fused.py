@@ -224,7 +224,7 @@ class AdamRule(UpdateRule):
 
 
 def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
-    """Rows of `ops.ADAM_COLUMNS`, with the step counted on.
+    """Rows of `ops.optimizers.ADAM_COLUMNS`, with the step counted on.
 
     Groups whose `bias_correction` is false give infinity as the step: beta^infinity is 0, so that both corrections are
     exactly 1 in every implementation of the formula, and the kernels need no switch.

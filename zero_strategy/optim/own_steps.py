@@ -28,7 +28,7 @@ _TRIAL_NUMEL = 3
 
 
 class OwnSteps(UpdateRule):
-    """Steps of one optimizer, which must be elementwise (`elementwise.check_elementwise`).
+    """Steps of one optimizer, which must be elementwise (`optimizer_checks.check_elementwise`).
 
     Args:
         optimizer: The optimizer.

@@ -79,7 +79,7 @@ class MemoryPlan:
             `mesh.sequence` divide them.
         recompute: Blocks are run again in backward, whatever `activation_checkpointing` says.
         accumulation: Micro-batches of a step, all but the last under `no_sync`.
-        communicator_bytes: Of one of NCCL's on a GPU; an engine's are `mesh.communicator_bytes`, measured.
+        communicator_bytes: Of one of NCCL's on a GPU; an engine's are `Mesh.communicator_bytes`, measured.
         autocast: Dtype of autocast around forwards; None: there is none.
     """
 

@@ -6,7 +6,7 @@ Its modules have DeepSpeed's paths and names: `deepspeed.zero.Init`, `deepspeed.
 `deepspeed.utils.safe_get_full_fp32_param`, `deepspeed.runtime.lr_schedules.WarmupLR`, ... The table in `names.py` has
 them all, and an import finder makes the modules; each name is imported when it is asked for. The functions behind the
 names are the package's own: `initialize` here is `zero_strategy.initialize`. Names that this version does not have
-(`runtime.swap_tensor`, `moe`, ...) are an ImportError that says why.
+(`deepspeed.runtime.swap_tensor`, `moe`, ...) are an ImportError that says why.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class SDLoaderBase(ABC):
 
 
 class MegatronSDLoader(SDLoaderBase):
-    """State dicts of Megatron-LM's transformer; see `checkpoint.interop.megatron_states` for what is divided how."""
+    """State dicts of Megatron-LM's transformer; see `convert.megatron` for what is divided how."""
 
     def merge_query_key_value(self, param_list: Sequence[torch.Tensor], ckpt_ver: float) -> torch.Tensor:
         """Join shards of a fused query-key-value weight or bias.

@@ -154,7 +154,7 @@ class UtilityState:
         dp_cp_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        """One log line per pipeline stage; see `diagnostics.diagnostics.log_on_each_pipeline_stage`.
+        """One log line per pipeline stage; see `compat.megatron.diagnostics`.
 
         Args:
             logger: Whose.
@@ -180,7 +180,7 @@ class UtilityState:
         prepend_offsets: Offsets = (),
         **kwargs: Any,
     ) -> ShardedTensor:
-        """A tensor divided among tensor-parallel ranks; see `saving.sharded_tensors`."""
+        """A tensor divided among tensor-parallel ranks; see `compat.megatron.tensors`."""
         return sharded_tensors.make_tp_sharded_tensor_for_checkpoint(
             tensor, key, tp_axis, replica_id, prepend_offsets, groups=self.groups, **kwargs
         )
@@ -193,7 +193,7 @@ class UtilityState:
         replica_id: ReplicaId | None = None,
         **kwargs: Any,
     ) -> ShardedTensor:
-        """A tensor that all ranks have; see `saving.sharded_tensors`."""
+        """A tensor that all ranks have; see `compat.megatron.tensors`."""
         return sharded_tensors.make_sharded_tensor_for_checkpoint(
             tensor, key, prepend_offsets, replica_id, groups=self.groups, **kwargs
         )
@@ -206,7 +206,7 @@ class UtilityState:
         weight: nn.Parameter,
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        """Weight gradients that were put off; see `pipeline.deferred_embedding`."""
+        """Weight gradients that were put off; see `compat.megatron.gradients`."""
         gradients.drain_embedding_wgrad_compute(
             config, embedding_activation_buffer, grad_output_buffer, weight, tp_group, scratch=self.scratch
         )
