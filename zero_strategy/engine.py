@@ -860,7 +860,7 @@ class ZeroEngine:
         return state_bytes(self.model, self.optimizers, self.average)
 
     def ledger(self) -> Ledger:
-        """Every long-lived buffer of this rank with category, owner, tier, bytes asked and taken; see `planning.ledger`.
+        """Every long-lived buffer of this rank: category, owner, tier, bytes asked and taken; see `planning.ledger`.
 
         `planning.held.reconcile` holds it against the allocator and the process.
         """
