@@ -26,6 +26,7 @@ def run_all_layers(root: nn.Module) -> Callable[[], None]:
         Takes the marks away.
     """
     marked = [module for module in root.modules() if _is_of_transformers(module) and not hasattr(module, "generate")]
+    # Those that somebody else has marked keep their marks when these are taken away.
     marked = [module for module in marked if not hasattr(module, _MARK)]
     for module in marked:
         vars(module)[_MARK] = True

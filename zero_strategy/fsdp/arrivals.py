@@ -30,6 +30,7 @@ class Arrivals:
 
     def are_seen(self) -> bool:
         """True if uses of parameters can be seen, on the whole."""
+        # TorchScript does not ask `__torch_function__`, and compiled code looks at the class, which would be another.
         return not self._scripted and not compiled_frames()
 
     def expect(self) -> None:
@@ -37,6 +38,7 @@ class Arrivals:
         for number, unit in enumerate(self._units):
             if number not in self._hooks and any(bucket.arriving for bucket in unit.buckets):
                 hook = _ArrivalHook(self, number)
+                # Before all other hooks: those of user code may use the values.
                 self._hooks[number] = [
                     module.register_forward_pre_hook(hook, prepend=True) for module in self._users[number]
                 ]
@@ -63,6 +65,7 @@ def _users(unit: Unit, root: nn.Module) -> list[nn.Module]:
     if unit.module is not root:
         return [unit.module]
     owned = {id(parameter) for bucket in unit.buckets for parameter in bucket.parameters}
+    # A root without parameters of its own need not wait before it calls the modules that have them.
     mine = any(id(parameter) in owned for parameter in root.parameters(recurse=False))
     return [*([root] if mine else ()), *owners(unit, root)]
 
@@ -71,6 +74,7 @@ class _ArrivalHook(EphemeralHook):
     """A forward pre-hook that runs once; inert in copies of the module, and without an engine, which has waited."""
 
     def __init__(self, arrivals: Arrivals, number: int) -> None:
+        # Weakly: modules outlive their engine, at whose end `Arrivals` waits for what nobody has used.
         self._arrivals, self._number = ref(arrivals), number
 
     def __call__(self, module: nn.Module, args: Any) -> None:

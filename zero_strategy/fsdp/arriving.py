@@ -41,7 +41,7 @@ class ArrivingParameter(Tracked, nn.Parameter):
         """Answer what needs no values; else wait for them first."""
         kwargs = kwargs or {}
         if func in METADATA or func in STRIDES or func in LOOKS_AT_GRAPH:
-            with DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():  # else it would come back here
                 return func(*args, **kwargs)
         await_values(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         return call_again(func, args, kwargs)
@@ -50,7 +50,7 @@ class ArrivingParameter(Tracked, nn.Parameter):
     def data(self) -> Tensor:
         """See `TrackedParameter`."""
         await_values([self])
-        return self.data
+        return self.data  # of the class that it has by now
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -94,6 +94,7 @@ def await_values(parameters: Iterable[nn.Parameter]) -> None:
 
 def can_wait(parameters: Iterable[nn.Parameter]) -> bool:
     """True if uses of all of these can be seen."""
+    # `show_arriving` sets one class: DTensors and parameters of user classes would lose theirs.
     return all(type(parameter) is TrackedParameter for parameter in parameters)
 
 

@@ -35,7 +35,7 @@ class Backward:
         self.begun: set[int] = set()
         self.seen: list[set[int]] = [set() for _ in range(buckets)]
         self.awaited: set[ParameterHook] = set()
-        self.left: dict[int, None] = {}
+        self.left: dict[int, None] = {}  # ordered: ranks compare the order
         self.next = 0
         self._in_flight: deque[GradientBucket] = deque()
 
@@ -47,8 +47,10 @@ class Backward:
 
     def leave(self, number: int, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket, which has begun; few are under way at once where each takes memory."""
+        # Before the launch, which empties `live`: sums of earlier backwards count as touched, too, when ranks agree.
         self.seen[number] |= bucket.own.live
         self.left[number] = None
+        # The buffer of the oldest goes back with its end; one that stays takes no memory that waiting would free.
         if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         bucket.launch()
@@ -58,6 +60,7 @@ class Backward:
         """Start a second reduction for gradients that came after the bucket had left, or that another rank has."""
         if bucket in self._in_flight:
             self._in_flight.remove(bucket)
+        # The first reduction has to be over before late gradients may go into the buffer.
         bucket.finish()
         bucket.admit_late()
         self.begin(number, bucket)
@@ -67,4 +70,5 @@ class Backward:
         """The ranks have agreed on what was reduced: nothing is under way any more."""
         self.next = 0
         self.left.clear()
+        # Not finished here: the caller does it for all buckets, those that did not leave included.
         self._in_flight.clear()

@@ -74,6 +74,7 @@ class _Slot:
     def change(self) -> int:
         """`_CHANGED` or `_RESIZED` if it is no longer what was noted, else 0."""
         present = self.tensor()
+        # First: values of another layout have no place in the other ranks' tensors.
         if _layout_of(present) != self.layout:
             return _RESIZED
         if present is None:
@@ -125,6 +126,7 @@ class SharedBuffers:
         found = bytearray(len(self._slots))
         for number, slot in enumerate(self._slots) if shares else ():
             found[number] = slot.change()
+        # `frombuffer` refuses a buffer without bytes.
         return torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
 
     def share(self, changes: Sequence[Tensor]) -> None:
@@ -135,6 +137,7 @@ class SharedBuffers:
         """
         if not self._slots:
             return
+        # The maximum: a new layout on one rank counts for more than new values on another.
         found = torch.stack(list(changes)).amax(dim=0).tolist()
         slots = [slot for slot, change in zip(self._slots, found, strict=True) if change]
         if not slots:
@@ -158,6 +161,7 @@ class SharedBuffers:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         names = [slot.name for slot in slots]
+        # Along the row and along the column: together they reach every rank from the mesh's first.
         self._mesh.gather.broadcast(sent, 0, names)
         self._mesh.replicate.broadcast(sent, 0, names)
         if self._mesh.rank == 0:

@@ -14,7 +14,7 @@ from torch import nn
 from zero_strategy.runtime.torch_private import compiled_call_of
 
 _GRAPHS = "triton.cudagraphs"
-_SHOWN = 3
+_SHOWN = 3  # names in a message: there may be one per block
 
 
 def captured_modules(module: nn.Module) -> list[str]:

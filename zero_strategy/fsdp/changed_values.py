@@ -41,11 +41,14 @@ class ChangedValues:
     def before(self, buckets: Sequence[ParameterBucket]) -> None:
         """See `ValueRecorder`."""
         for bucket in buckets:
+            # First: what the user has written raises the generation, which tells whether the base is still known.
             bucket.follow_edits()
             known = self._seen.get(id(bucket)) == bucket.generation
+            # Left by a step that did not come to its gather.
             self._former.pop(id(bucket), None)
             self._coded.pop(id(bucket), None)
             if known:
+                # A copy on the CPU too, since the step writes to this very memory.
                 self._former[id(bucket)] = bucket.flat[bucket.slice].detach().to("cpu", copy=True)
 
     def after(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -70,11 +73,14 @@ class ChangedValues:
         """
         for bucket in buckets:
             bucket.write_weights(copied=copied)
+            # Of steps that are not fused: `after` comes later, and finds nothing left to code.
             self._code(bucket)
         coded = [self._coded.pop(id(bucket), None) for bucket in buckets]
         message = None if None in coded else b"".join(part for part in coded if part is not None)
         dense = sum(bucket.layout.slice_numel * bucket.flat.element_size() for bucket in buckets)
+        # A message as long as the values saves nothing: all ranks gather these.
         if not self._exchange(buckets, message if message is not None and len(message) < dense else None):
+            # Cast already, by `write_weights`.
             for work in [bucket.publish(copied=True) for bucket in buckets]:
                 work.wait()
         for bucket in buckets:
@@ -91,6 +97,7 @@ class ChangedValues:
         if message is None or min(sizes) == _UNKNOWN:
             return False
         device = buckets[0].flat.device
+        # `frombuffer` warns of bytes, which are read-only.
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
         arriving = [own.new_empty(size if rank != group.rank else 0) for rank, size in enumerate(sizes)]
         group.all_to_all([own] * group.size, arriving, max(sizes), "changes of parameters").wait()
@@ -99,6 +106,7 @@ class ChangedValues:
             for rank, arrived in enumerate(arriving)
             if rank != group.rank
         )
+        # A sum that is wrong on one rank lets all gather values, since that is a collective.
         return all(self._agree(int(right)))
 
     def _apply(self, buckets: Sequence[ParameterBucket], rank: int, message: bytes) -> bool:
@@ -115,6 +123,7 @@ class ChangedValues:
                 apply(message[at + _HEAD.size : at + _HEAD.size + length], words[first : first + _RANGE])
                 at += _HEAD.size + length
             right = right and _sum_of(words) == wanted
+            # On the CPU `held` is that memory itself.
             if not place.is_cpu:
                 place.copy_(held)
         return right

@@ -81,6 +81,7 @@ def get_data_parallel_group_if_dtensor(
     if not is_dtensor(tensor):
         return None
     mesh, placements = _any(tensor).device_mesh, _any(tensor).placements
+    # A mesh of one axis has one group only, however the tensor lies.
     axes = [axis for axis, placement in enumerate(placements) if placement.is_shard()] if mesh.ndim > 1 else [0]
     if len(axes) != 1:
         raise ValueError(
@@ -187,11 +188,12 @@ class TensorPart:
 
     def whole_index(self, local: int) -> int:
         """Position of an element of the part in the flattened whole."""
-        row, column = divmod(local, max(self.row, 1))
+        row, column = divmod(local, max(self.row, 1))  # an empty part has runs of no elements
         return row * self.whole_row + self.offset + column
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """Elements [start, stop) of the flattened part as ranges of the whole, in order."""
+        # Runs without gaps between them are one range: one span for all.
         if self.is_one_range or self.row == self.whole_row:
             first = self.offset + start
             yield Span(first, first + stop - start, start)
@@ -205,6 +207,7 @@ class TensorPart:
     def whole_rows(self, start: int, stop: int) -> tuple[int, int]:
         """The runs that lie in elements [start, stop) of the part from end to end: first, one past the last."""
         first, last = -(-start // max(self.row, 1)), stop // max(self.row, 1)
+        # A range inside of one run holds none from end to end, and `last` would come before `first`.
         return first, max(first, last)
 
     def pick(self, values: Tensor, rows: int) -> Tensor:
@@ -312,6 +315,8 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     known = cast("DTensor", parameter)
+    # No check: it would be a collective. Shape and stride of the whole are given, since `from_local` takes all parts
+    # for equally long otherwise.
     return DTensor.from_local(
         local, known.device_mesh, known.placements, run_check=False, shape=known.shape, stride=known.stride()
     )
@@ -347,6 +352,7 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) ->
     local = held_by(parameter)
     if not is_dtensor(parameter) or (local.dtype == dtype and local.device == device):
         return
+    # What is on the meta device has no values, and torch refuses to copy it.
     moved = torch.empty_like(local, dtype=dtype, device=device) if local.is_meta else local.to(device, dtype)
     put_back = hooks_kept(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, moved), parameter.requires_grad))

@@ -56,6 +56,7 @@ class GatheredParameters:
         for construction in constructions_of(self._parameters):
             self._pinned.append((construction, construction.pin(self._parameters)))
         models = {id(model): model for model in map(sharded_model_of, self._parameters) if model is not None}
+        # If a later model refuses, what was entered for earlier ones is left again.
         with ExitStack() as entered:
             for model in models.values():
                 if self._modifier_rank is not None and not 0 <= self._modifier_rank < model.mesh.world_size:
@@ -65,7 +66,9 @@ class GatheredParameters:
                 if self._modifier_rank is not None:
                     model.moved.check("GatheredParameters(modifier_rank=...)")
                 if model.placement.shard_parameters:
+                    # Before the gather, in which the others would wait for a rank that does not enter.
                     model.mesh.barrier.wait_for_all("entering sharding.GatheredParameters")
+                # The root comes first, and its forward is around all others.
                 in_forward = model.unsharder is not None and model.unsharder.units[0].depth > 0
                 used = in_forward and torch.is_grad_enabled() and self._modifier_rank is None
                 buckets = entered.enter_context(model.gathered(self._parameters, until_backward=used))
@@ -78,6 +81,7 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Not after an exception: `unpin` may broadcast, and other ranks may not come.
         for construction, parameters in self._pinned if kind is None else ():
             construction.unpin(parameters, self._modifier_rank or 0)
         self._pinned.clear()
@@ -88,6 +92,7 @@ class GatheredParameters:
 def _edited(buckets: Sequence[ParameterBucket], rank: int) -> Iterator[None]:
     """Make the values that `rank` writes to them the parameters."""
     for bucket in buckets:
+        # Scopes inside of this one do not take its writes for lost ones.
         bucket.editors += 1
     try:
         yield
@@ -104,7 +109,9 @@ def _edited(buckets: Sequence[ParameterBucket], rank: int) -> Iterator[None]:
 def _drop_edits(buckets: Iterable[ParameterBucket]) -> None:
     """Let what was written to gathered values be lost with them."""
     for bucket in buckets:
+        # Where parameters are whole there are no other values to go back to.
         if bucket.placement.shard_parameters:
+            # Else the release would carry this rank's writes into its slice.
             bucket.writes.note()
 
 
@@ -115,6 +122,7 @@ def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_for
     In a forward nothing is exchanged, and no values are looked at: it is part of every step.
     """
     released = model.placement.shard_parameters
+    # Whole parameters without master weights are what optimizers update: a write to them needs no notice.
     watches = [
         EditWatch(bucket, hashed=not in_forward)
         for bucket in buckets
@@ -128,6 +136,7 @@ def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_for
     finally:
         for watch in watches:
             watch.bucket.watches.remove(watch)
+    # Nothing is lost there: `lost` has counted what torch did not, so that master weights follow.
     if not released:
         return
     control = model.mesh.control
@@ -135,6 +144,7 @@ def _no_edits(model: ShardedModel, buckets: Sequence[ParameterBucket], *, in_for
         if mine:
             _drop_edits(buckets)
             raise RuntimeError(_lost_message({control.rank: mine}))
+    # Numbers first, of fixed size: names are exchanged only if somebody has written.
     elif any(int(count) for count in control.all_gather_small(torch.tensor([len(mine)]), "writes that would be lost")):
         everyone = control.all_gather_objects(mine)
         for bucket in buckets:

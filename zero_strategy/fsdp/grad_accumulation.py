@@ -39,6 +39,7 @@ MOST_WAITING = 1 << 20
 
 def most_waiting(nbytes: int) -> int:
     """Bytes of gradients that may wait to be copied together into a bucket of so many."""
+    # They are held beside the bucket's own buffer: an eighth more memory at most.
     return min(MOST_WAITING, nbytes // 8)
 
 
@@ -86,6 +87,7 @@ class BufferReuse:
         """A buffer with whatever is in it; None if there is none of this kind."""
         if self._free and self._free[-1].serves(layout, dtype, device):
             return self._free.pop()
+        # What does not serve goes at once, or memory would grow with the kinds of buckets.
         self._free.clear()
         return None
 
@@ -129,6 +131,7 @@ class DeferredScale:
     def carry_out(self) -> None:
         """Multiply now."""
         factors, self._factors = self._factors, {}
+        # Equal factors together: neighbours are then multiplied in one pass.
         alike: dict[float, list[int]] = {}
         for index, factor in factors.items():
             if factor != 1.0:
@@ -143,7 +146,7 @@ class DeferredScale:
 
 
 def _is_power_of_two(factor: float) -> bool:
-    return abs(math.frexp(factor)[0]) == 0.5
+    return abs(math.frexp(factor)[0]) == 0.5  # it changes exponents alone
 
 
 def made_dense(name: str, gradient: Tensor) -> str:
@@ -179,6 +182,7 @@ class LocalSums:
         self.bucket, self.dtype, self._reuse = bucket, dtype, reuse
         self._waiting: dict[int, Tensor] = {}
         self._waiting_bytes = 0
+        # -1: none waits, not even one without elements.
         self._most_waiting = -1 if shown else most_waiting(bucket.layout.numel * dtype.itemsize)
         self.live: set[int] = set()
         self._told_dense: set[int] = set()
@@ -206,16 +210,18 @@ class LocalSums:
         buffer = self._buffer
         if buffer is None or self.handed:
             if buffer is None and self._is_handed_over(index, gradient):
-                self.handed[index] = gradient.detach().reshape(-1)
+                self.handed[index] = gradient.detach().reshape(-1)  # it may have a graph (create_graph)
                 self.live.add(index)
                 return
             buffer = self._collected()
         if index in self.live:
+            # The first one may be waiting: its copy would overwrite the sum.
             self.copy_waiting()
             buffer.shaped[index].add_(gradient)
             return
         self.live.add(index)
         nbytes = gradient.nbytes
+        # Lent memory changes when the caller goes on; a part of a larger tensor would keep all of it.
         if lent or nbytes > self._most_waiting or gradient.untyped_storage().nbytes() > nbytes:
             buffer.shaped[index].copy_(gradient)
             return
@@ -285,6 +291,7 @@ class LocalSums:
         if not self.handed:
             return None
         segments = self.bucket.layout.segments
+        # Sorted: gradients come in autograd's order, and parts have to be in that of the buffer.
         parts = [(segments[index].offset, self.handed[index]) for index in sorted(self.handed)]
         return Scattered(self.bucket.layout.numel, parts, parts[0][1])
 
@@ -294,6 +301,7 @@ class LocalSums:
             self.zeros()
         else:
             shaped = self._settled().shaped
+            # Places without a gradient may have values of another bucket, or of an earlier backward.
             if len(self.live) < len(shaped):
                 for index, view in enumerate(shaped):
                     if index not in self.live:
@@ -336,6 +344,7 @@ class LocalSums:
         layout = self.bucket.layout
         if self._reuse is None:
             return FlatGradients(layout, self._new(torch.zeros))
+        # Not zeroed: first gradients are copied, not added, and `complete` fills the rest.
         buffer = self._reuse.take(layout, self.dtype, self.bucket.device)
         if buffer is None:
             buffer = FlatGradients(layout, self._new(torch.empty))
@@ -432,6 +441,7 @@ class ReducedSums:
             Whether the sum was set aside now.
         """
         found, self.sum = self.sum, None
+        # Only a sum is worth keeping, and what is set aside already is not to be overwritten.
         if found is None or self.empty or self.earlier is not None:
             return False
         self.earlier = InMemory(found.values.clone()) if copy else found
@@ -504,6 +514,7 @@ class ReducedSums:
         """The parts of all parameters, by index; nothing if there is no sum."""
         if self.sum is not None and self._powers is not None:
             for vector in self.sum.offloaded():
+                # Sums are taken while chunks pass by: all have to be over before they are read.
                 vector.let_copies_end()
             self._powers.add_up()
         return {} if self.sum is None else self.sum.split(self._bucket.cuts, self._known)
@@ -514,10 +525,12 @@ class ReducedSums:
     def expect_norm(self, norm_type: float) -> None:
         """Let reductions add up the norm of what is in a tier, so that it need not be read again."""
         if not self.in_memory and (self._powers is None or self._powers.norm_type != norm_type):
+            # The op that adds powers up takes these dtypes alone.
             self._powers = PowerSums(norm_type) if self._dtype in FLOATS else None
 
     def _forget_powers(self) -> None:
         if self._powers is not None:
+            # A norm of values to come is still wanted.
             self._powers = PowerSums(self._powers.norm_type)
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:

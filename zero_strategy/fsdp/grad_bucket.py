@@ -76,6 +76,7 @@ class GradientBucket:
         self._reduction: Reduction | None = None
         self._side = side or SideStream()
         self._straight = False  # it writes into the reduced gradients
+        # Torch takes a `p.grad` of the parameter's dtype only, and it has to have memory.
         self._shows_gradient = owns_all and dtype == bucket.dtype and self.reduced.in_memory
         self.own = LocalSums(bucket, dtype, reuse, shown=self._shows_gradient)
         self._factors = DeferredScale(self._multiply)  # for reduced gradients
@@ -88,15 +89,19 @@ class GradientBucket:
         if self.keeps_whole:
             return
         self.version += 1
+        # Before the switch, on which it depends how a reduction ends.
         self.finish()
         self.keeps_whole = True
+        # The sum so far has memory of its own; from here on its place is in the buffer.
         self.reduced.set_aside(copy=False)
 
     def begin(self) -> None:
         """Prepare for gradients of a new backward: notice `zero_grad`, keep earlier reduced sums apart."""
         self.version += 1
         self.finish()
+        # Before factors are carried out, since those of removed gradients go with them.
         self.sync_handles()
+        # New gradients are added to the sum: a factor that waits is not for them.
         self._factors.carry_out()
         self._set_shadow()
 
@@ -106,6 +111,7 @@ class GradientBucket:
             self.finish()
         self._restore()
         if index in self.live or index in self.own.live:
+            # `p.grad` was emptied for the gradient that did not come.
             self.show(index)
 
     def _set_shadow(self) -> None:
@@ -129,9 +135,11 @@ class GradientBucket:
         # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
         if self._reduction is not None or (self.keeps_whole and self.reduced.sum is not None):
             known = self.late.get(index)
+            # A copy: a hook of the user's may hold autograd's tensor, and the next one is added in place.
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
         else:
             if self.own.whole is None:
+                # Lent memory may change before it is reduced.
                 self.own.hands_over = not lent and self._takes_the_mean()
             self.own.add(index, gradient, lent=lent)
 
@@ -139,6 +147,7 @@ class GradientBucket:
         """Let gradients that came after the bucket had left into the next reduction."""
         late, self.late = self.late, {}
         if late:
+            # A buffer that stays has the reduced sum, which would count as gradients of this rank.
             self._set_shadow()
         for index, gradient in late.items():
             self.accumulate(index, gradient)
@@ -150,6 +159,7 @@ class GradientBucket:
         """Start the reduction; parameters without a local gradient contribute zeros."""
         assert self._reduction is None
         self.version += 1
+        # A second reduction may find none late here, and fills the buffer, which holds the sum, with zeros.
         self._set_shadow()
         reduce, names = self.bucket.mesh.reduce, self.bucket.names
         self._straight = self._takes_the_mean()
@@ -164,6 +174,7 @@ class GradientBucket:
             whole = self.own.complete()
             sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
             total = sent[self.bucket.slice] if into is None else into
+            # With replicas the sum is one along the row and one along the column, as at other stages.
             everywhere = not (self.bucket.placement.shard_optimizer or self.bucket.mesh.replicate.size > 1)
             if everywhere:
                 work = reduce.all_reduce(sent, names, factor)
@@ -193,6 +204,7 @@ class GradientBucket:
         if self._reduction is None:
             return
         self.version += 1
+        # Before the wait: a reduction that failed is not to be waited for again by `clear`.
         (done, self._reduction) = (self._reduction, None)
         done.wait()
         if self.keeps_whole:
@@ -202,6 +214,7 @@ class GradientBucket:
             if keep and not self._straight:
                 assert mine is not None
                 self.reduced.add(mine, 1.0 / self.bucket.mesh.world_size if self._divides_later else 1.0)
+            # Not earlier: what is sent is read until the reduction is over.
             self.own.give_back()
         self.reduced.empty = False
 
@@ -252,6 +265,7 @@ class GradientBucket:
     def hold(self, indices: set[int], shown: set[int]) -> None:
         """Have reduced gradients of some parameters; of those in `shown` `p.grad` was set in this backward."""
         self.live |= indices
+        # Stand-ins stay right; one that stood for an incomplete sum makes room for the gradient itself.
         for index in indices if self._shows_gradient else indices - shown:
             self.show(index)
 
@@ -267,6 +281,7 @@ class GradientBucket:
 
     def handle(self, index: int) -> Tensor:
         """The `p.grad` of a parameter that holds a gradient."""
+        # While a part of the sum is set aside no memory holds all of it.
         if self._shows_gradient and self.reduced.earlier is None:
             whole = self.own.whole if self.keeps_whole else self.reduced.tensor
             if whole is not None:
@@ -294,6 +309,7 @@ class GradientBucket:
     def sync_handles(self) -> None:
         """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
         grads = grads_of(self.bucket.parameters)
+        # All at once first, as `zero_grad` removes them: nothing has to be zeroed, and memory can go.
         self._notice_removed([grads[index] for index in self.live])
         for index, shown in enumerate(grads):
             known = shown is not None and self.shown.is_known(index, shown)
@@ -310,6 +326,7 @@ class GradientBucket:
                 if zeroed:
                     self._zero(index)
                 self.shown.forget(index)
+                # Before the error: after it the user may go on, and it is not to be raised at every look.
                 self.show(index)
                 if not zeroed:
                     self.shown.refuse(index)
@@ -318,6 +335,7 @@ class GradientBucket:
         self._forget(index)
         if not self.live:
             self.reduced.mark_empty()
+        # The sum of the others stays, and what is added to it later has to find zeros here.
         self._change(index, Tensor.zero_)
 
     def _forget(self, index: int) -> None:

@@ -116,7 +116,7 @@ class GradientProxy(Tensor):
         if _is_scaling(func, args, kwargs):
             for one in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 _scale(one, _SCALINGS[func], args[1])
-            return None if isinstance(args[0], (list, tuple)) else args[0]
+            return None if isinstance(args[0], (list, tuple)) else args[0]  # None as from `torch._foreach_mul_`
         _refuse_writes(func, args, kwargs, _STANDS_FOR)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach  # of the same version counter, so that `p.grad.data.zero_()` is noticed
@@ -180,8 +180,10 @@ class FetchedGradient(Tensor):
         inputs = list(_instances(FetchedGradient, (args, kwargs)))
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            # Empty ones may have the address 0, which is that of other empty tensors, too.
             owners = {value.untyped_storage().data_ptr(): value for value in inputs if value.numel()}
         if func in (Tensor.numpy, Tensor.__array__):
+            # Writes to an array do not pass through torch, and nothing could refuse them.
             result.flags.writeable = False
         return _seal(result, owners)
 
@@ -238,6 +240,7 @@ def _fetch(value: Any, fetched: dict[int, FetchedGradient]) -> Any:
         return fetched[id(value)]
     if isinstance(value, (list, tuple)):
         items = [_fetch(item, fetched) for item in value]
+        # Named tuples take their items one by one.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: _fetch(item, fetched) for key, item in value.items()}
@@ -283,6 +286,7 @@ def assemble_segment(bucket: ParameterBucket, index: int, value: Tensor | None, 
     if not bucket.placement.shard_optimizer or communicator.size == 1:
         whole = torch.zeros(segment.numel, dtype=dtype, device=bucket.device)
         return whole if value is None else whole.copy_(value)
+    # No rank owns more of it; a gather needs parts of one length.
     chunk = min(layout.slice_numel, segment.numel)
     parts = torch.zeros(communicator.size * chunk, dtype=dtype, device=bucket.device)
     if value is not None:
@@ -350,6 +354,7 @@ def change_gradient(gradients: ReadableGradients, index: int, how: Callable[[Ten
     name, stage = gradients.bucket.names[index], gradients.bucket.placement.stage
     if in_backward():
         raise RuntimeError(f"the gradient of parameter {name!r} is not complete while a backward is running")
+    # A reduction may be under way, and the gradient may have been removed or replaced since.
     gradients.finish()
     gradients.sync_handles()
     if gradients.local_sum(index) is not None:
@@ -374,6 +379,7 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
         raise RuntimeError(
             f"the gradient of parameter {name!r} is not complete while a backward is running: read p.grad after it"
         )
+    # The handle may be older than what the user has done to `p.grad`.
     gradients.finish()
     gradients.sync_handles()
     local = gradients.local_sum(index)
@@ -384,9 +390,11 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
     total = torch.zeros(segment.numel, dtype=gradients.dtype, device=bucket.device)
     if reduced:
         if bucket.placement.shard_optimizer:
+            # Before the gather, so that a rank that reads alone is told within seconds.
             bucket.mesh.barrier.wait_for_all(f"reading p.grad of {name!r}")
         total = assemble_segment(bucket, index, gradients.reduced_part(index), gradients.dtype)
     if local is not None:
+        # Not averaged: plain data parallelism shows this rank's own sum on top of the mean.
         total.add_(local.reshape(-1))
     return whole_of(bucket.parameters[index], total.to(bucket.dtype).view(segment.shape))
 
@@ -432,6 +440,7 @@ class GradientViews:
         """A handle that stands for the gradient."""
         if index not in self._versions:
             self._origins.pop(index, None)
+            # Found rather than made, which takes several calls of torch per parameter.
             known = self._stand_ins.get(index)
             if known is not None:
                 self._handles[index] = known
@@ -461,12 +470,14 @@ class GradientViews:
     def zeroed(self, index: int) -> bool:
         """True if that has left zeros, the one change that a handle stands for."""
         poison = self._poisons[index]
+        # One element is all the memory that there is: the shape is expanded from it.
         return not poison.numel() or not bool(poison.as_strided((1,), (1,)) != 0)
 
     def forget(self, index: int) -> None:
         """Make a new handle when it is shown again."""
         del self._handles[index]
         self._origins.pop(index, None)
+        # Its memory is NaN no more.
         self._stand_ins.pop(index, None)
         self._versions.pop(index, None)
 

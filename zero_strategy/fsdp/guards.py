@@ -56,6 +56,7 @@ class ModuleGuards:
         for module in model.module.modules():
             if not any(id(parameter) in sharded for parameter in module.parameters()):
                 continue  # metrics and the like move as they do
+            # Torch has no hook on `_apply`, so the module gets one of its own.
             replace_map_tensors(module, partial(self._guarded, module))
 
     def _guarded(self, module: nn.Module, original: Callable[..., nn.Module]) -> ApplyGuard:
@@ -84,7 +85,7 @@ class ModuleGuards:
 
     def leave(self) -> None:
         """The end of one level of the recursion."""
-        self._open = max(0, self._open - 1)
+        self._open = max(0, self._open - 1)  # `reset` may have come between
 
 
 class _UnitGuard:
@@ -95,6 +96,7 @@ class _UnitGuard:
         self._loading: list[tuple[nn.Parameter, Tensor]] = []
 
     def _pin(self, call: str) -> None:
+        # Ranks meet before the first gather, so that one that does not come is named.
         self.guards.enter(self.model, call)
         self.unit.pinned += 1
         self.unit.gather()
@@ -109,6 +111,7 @@ class _UnitGuard:
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self.model.placement.shard_parameters:
+            # The state has views of the bucket, which is about to be released; ties are there under each name.
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if isinstance(state.get(prefix + name), Tensor) and self.model.place(parameter) is not None:
                     state[prefix + name] = parameter.detach().clone()
@@ -118,15 +121,18 @@ class _UnitGuard:
         if metadata.get("assign_to_params_buffers"):
             raise ValueError("load_state_dict(assign=True) would replace sharded parameters; load without assign")
         self.model.moved.check("load_state_dict()")
+        # After all that is refused: an error on the way would leave the unit pinned.
         self._pin("load_state_dict() of a sharded module")
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
+            # Of another shape torch itself complains, when it has gone through all of them.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 self._loading.append((parameter, value))
 
     @torch.no_grad()
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         for bucket in self.unit.buckets:
+            # First: master weights follow with rounded values, which are replaced below.
             bucket.adopt()
         loaded, self._loading = self._loading, []
         for parameter, value in loaded:  # master weights take what was loaded before it was rounded
@@ -164,6 +170,7 @@ class ApplyGuard:
 
     def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         for name, parameter in self.module.named_parameters():
+            # Without elements: the answer costs no memory, and a released parameter has no values to try it on.
             probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             moved = function(probe)
             if moved.dtype != probe.dtype or moved.device != probe.device:

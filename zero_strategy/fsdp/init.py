@@ -82,6 +82,7 @@ class Init:
     def __enter__(self) -> None:
         if not self._enabled:
             return
+        # Going on would build the whole model on every rank, which is what the block is there to avoid.
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"sharding.Init() on {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE) needs their process group: call "
@@ -99,6 +100,7 @@ class Init:
         for hook in self._hooks:
             hook.remove()
         construction, self._construction, self._hooks = self._construction, None, []
+        # Not after an exception: `finish` is a collective, to which the other ranks may not come.
         if construction is not None and kind is None:
             construction.finish()
 
@@ -138,6 +140,7 @@ class Construction:
     def parameter_registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """A hook: remember the parameter; modules whose constructors are over are complete."""
         building = _first_arguments()
+        # Ranks build different layers there, so that what they exchange would not match.
         if any(_built_apart(each) for each in building.values()):
             return
         self.shard_complete(building=building.keys())
@@ -149,6 +152,7 @@ class Construction:
         building = _first_arguments()
         if module is None or any(_built_apart(each) for each in building.values()):
             return
+        # `copy.deepcopy` registers no parameters: those of copies are known from here only.
         pending = [module]
         while pending:
             each = pending.pop()
@@ -161,7 +165,7 @@ class Construction:
 
     def _note(self, parameter: nn.Parameter, owner: nn.Module | None, name: str) -> None:
         if isinstance(parameter, ShardedParameter):
-            parameter.slice.owner = parameter.slice.owner or owner
+            parameter.slice.owner = parameter.slice.owner or owner  # copies have none at first
         elif id(parameter) in self._whole:
             self._whole[id(parameter)].owner = self._whole[id(parameter)].owner or owner
         elif _can_be_sharded(parameter):
@@ -178,7 +182,9 @@ class Construction:
             stays: They are not to be sharded again.
         """
         used = [p for p in parameters if isinstance(p, ShardedParameter) and p.slice.construction is self]
+        # Their modules count as busy: else weight and bias of one module would be sharded and gathered in turns.
         owners = {id(p.slice.owner) for p in used if p.slice.owner is not None}
+        # First, so that no more is whole at once than the modules in use.
         self.shard_complete(building=_first_arguments().keys() | owners, but=[*map(id, parameters)])
         for parameter in used:
             if isinstance(parameter, ShardedParameter):  # it may be there twice
@@ -190,6 +196,7 @@ class Construction:
     def finish(self) -> None:
         """All constructors are over."""
         for whole in self._whole.values():
+            # Also those that were put off: what held a view may be gone with the constructors.
             whole.again = 0
         self.shard_complete(building=frozenset())
 
@@ -207,6 +214,7 @@ class Construction:
     def undo(self, parameter: nn.Parameter, before: Slice) -> None:
         """A parameter was to be overwritten, and was not."""
         del self._whole[id(parameter)]
+        # The memory made for the new values holds nothing; the slice still has the old ones.
         _hand_in(parameter, before)
 
     def pin(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -221,6 +229,7 @@ class Construction:
         """The values of rank `source` count from now on; all ranks call it."""
         for parameter in parameters:
             self._pinned.discard(id(parameter))
+            # Rank 0's count anyway: sharding begins with a broadcast from there.
             if source != 0:
                 values = parameter.detach().cpu().contiguous()
                 self._ranks.broadcast(values, source, "a parameter under construction")
@@ -257,6 +266,7 @@ class Construction:
             building: Identities of modules at which code is at work.
             but: Identities of parameters that are used just now.
         """
+        # Counted alike on all ranks: they have to ask for what was put off at the same event.
         self._events += 1
         busy, used = set(building), {*but, *self._pinned}
         ready = []
@@ -270,7 +280,9 @@ class Construction:
 
     def _shard(self, batch: list[_Whole]) -> None:
         free = sum(1 << place for place, whole in enumerate(batch) if not _is_viewed(whole.parameter))
+        # 2: the reference held here, and the argument of the call.
         dropped = sum(1 << place for place, whole in enumerate(batch) if sys.getrefcount(whole.parameter) == 2)
+        # Both may differ by rank, since references end whenever garbage is collected: only what all ranks say counts.
         free, dropped = self._agree(_SHARD, batch, free, dropped)
         for place, whole in enumerate(batch):
             if dropped >> place & 1:  # a replaced one: nobody but this object has it
@@ -286,7 +298,7 @@ class Construction:
     def _divide(self, whole: _Whole) -> None:
         parameter, ranks = whole.parameter, self._ranks
         shape, strides = tuple(parameter.shape), parameter.stride()
-        flat = parameter.data.reshape(-1).cpu()
+        flat = parameter.data.reshape(-1).cpu()  # the ranks' group is one of the host
         ranks.broadcast(flat, 0, whole.text)
         part = -(-flat.numel() // ranks.size)
         values = torch.zeros(part, dtype=parameter.dtype, device=parameter.device)
@@ -301,6 +313,7 @@ class Construction:
         like = found.values
         whole = torch.empty_strided(found.shape, found.strides, dtype=like.dtype, device=like.device)
         if fetch:
+            # Before values move: ranks that use other parameters get an error, not each other's values.
             self._agree(_UNSHARD, [_Whole(parameter, found.number, found.owner, found.text)], 0, 0)
             flat = torch.empty(like.numel() * self._ranks.size, dtype=like.dtype)
             flat[self._ranks.rank * like.numel() :][: like.numel()].copy_(like)
@@ -339,6 +352,7 @@ def constructions_of(parameters: Iterable[nn.Parameter]) -> list[Construction]:
     """The constructions of parameters that no engine has yet, in the order in which they were begun."""
     parameters = list(parameters)
     found = [construction for construction in _constructions if any(map(construction.holds, parameters))]
+    # A set has no order of its own, and ranks have to gather in the same one.
     return sorted(found, key=lambda construction: construction.number)
 
 
@@ -400,6 +414,7 @@ def _placeholder(found: Slice) -> Tensor:
 
 
 def _hand_in(parameter: nn.Parameter, values: Slice) -> None:
+    # Before the class changes: of a sharded parameter an assignment of `data` counts as a use.
     parameter.data = _placeholder(values)
     parameter.__class__ = ShardedParameter
     cast(ShardedParameter, parameter).slice = values
@@ -407,5 +422,6 @@ def _hand_in(parameter: nn.Parameter, values: Slice) -> None:
 
 def _hand_out(parameter: ShardedParameter, whole: Tensor) -> None:
     del parameter.slice
+    # Before `data` is assigned, which would count as a use of a sharded parameter.
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     parameter.data = whole

@@ -109,6 +109,7 @@ def placement_for(config: ZeroConfig, shards: int, tier: str | None = None) -> P
     return replace(row, in_place=stays and (tier or config.offload.parameters) == "none")
 
 
+# Torch's CPU kernels treat the end of a tensor in blocks of up to so many bytes: aligned pieces keep the bits.
 ALIGN_BYTES = 128
 """Every parameter and every slice starts on this boundary: a cache line pair, and two AVX-512 vectors."""
 PieceCuts = tuple[list[int], list[tuple[int, int]]]
@@ -199,6 +200,7 @@ class BucketLayout:
 
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a flat buffer of `numel` elements: of each parameter in its shape, and of the gaps between them."""
+        # One split for all of them, in place of a slice for each: host time per parameter.
         parts = flat.split_with_sizes(self._lengths)
         shaped = [
             part if segment.shape == part.shape else part.view(segment.shape)
@@ -220,6 +222,7 @@ class BucketLayout:
         found = []
         for index, segment in enumerate(self.segments):
             if segment.numel == 0:
+                # No range begins at the end of the bucket: what lies there belongs to the last one.
                 last = start < stop == self.numel and segment.offset == stop
                 if start <= segment.offset < stop or last or (self.numel == 0 and start == 0):
                     found.append(Piece(index, 0, 0, min(segment.offset, stop) - start))
@@ -256,6 +259,7 @@ def build_layout(
     if len({name for name, _ in named_shapes}) != len(named_shapes):
         raise ValueError(f"a parameter name occurs twice in one bucket: {[name for name, _ in named_shapes]}")
     align = max(1, ALIGN_BYTES // itemsize)
+    # A single slice holds all parameters whole as they come.
     if whole and world_size > 1:
         sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
         placed, length = pack(sizes, world_size, align * replicas, turn)
@@ -339,6 +343,7 @@ def group_parameters(
             target = compute_dtype
         moves = device is not None and (everything or parameter.device.type == "meta")
         place = device if device is not None and moves else parameter.device
+        # Also by the dtype that they have: a bucket takes the present values over in one buffer of it.
         key = (target, apart(name, parameter), parameter.dtype, place, parameter.requires_grad)
         keys.setdefault(key, []).append((name, parameter))
     return [(dtype, separate, named) for (dtype, separate, *_), named in keys.items()]
@@ -426,6 +431,7 @@ def joined_units(root: nn.Module, units: Sequence[str]) -> list[str]:
     for leaf in marked:
         inside = {unit for unit in found if unit.startswith(f"{leaf}." if leaf else "")}
         if inside:
+            # The root is a unit in any case, without being named.
             found = (found - inside) | ({leaf} if leaf else set())
     return [name for name, _ in root.named_modules() if name in found] if marked else list(units)
 
@@ -538,6 +544,7 @@ def _repeated_units(root: nn.Module, min_numel: int) -> list[str]:
             name = f"{prefix}{child_name}"
             member = is_container and (classes[type(child)] > 1 or not isinstance(child, _CONTAINERS))
             member = member and not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # they have no forward
+            # At least 1: without parameters there is nothing to gather.
             large = sum(parameter.numel() for parameter in child.parameters()) >= max(1, min_numel)
             inner = [] if member and large and classes[type(child)] > 1 else visit(f"{name}.", child)
             found += inner or ([name] if member and large else [])
@@ -583,10 +590,12 @@ def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], t
         trainable: Whether it is trained.
     """
     patterns = config.matrix_parameters
+    # At stage 0 every rank owns all elements, and so whole matrices; no optimizer steps on frozen ones.
     if not (config.matrix_optimizers or patterns) or config.stage == 0 or not trainable:
         return False
     if len(shape) != 2 and not (patterns and config.matrix_optimizers and len(shape)):
         return False
+    # By default the root's are left out: embeddings and heads are there.
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else unit != ""
 
 
@@ -608,10 +617,12 @@ def pack(sizes: Sequence[int], slices: int, step: int, turn: int) -> tuple[list[
         least = loads.index(min(loads))
         bins[least].append(position)
         loads[least] += sizes[position]
+    # As long as the fullest: collectives divide a bucket into equal slices.
     length = -(-max(loads) // step) * step
     placed = []
     for rank in range(slices):
         at = rank * length
+        # Without turns the same ranks would have the fullest slices of all units.
         for position in sorted(bins[(rank - turn) % slices]):
             placed.append((position, at))
             at += sizes[position]

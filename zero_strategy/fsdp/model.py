@@ -148,6 +148,7 @@ def _initialise(module: nn.Module, new: Collection[str]) -> None:
     settled = [parameter for key, parameter in direct.items() if key not in new and key not in divided]
     values = [parameter.data for parameter in settled]
     for parameter in settled:
+        # For `reset_parameters`, which writes to all parameters of its module.
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     for key, parameter in divided.items():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -302,6 +303,7 @@ class ShardedModel:
         self._reserve(specs)
         units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
+        # They hold the process group of `Init`, which ends with them.
         del self._constructions
         register(module.parameters(), self)
         self._share_buffers()
@@ -329,6 +331,7 @@ class ShardedModel:
                 config.prefetch,
                 config.reshard_after_forward,
                 config.reshard_after_backward,
+                # By a method of the model: the reducer, which does it, is made later, and takes the unsharder.
                 unit_done=self._unit_done,
             )
             if config.units.may_skip:
@@ -376,6 +379,7 @@ class ShardedModel:
         self._watching.remove()
         if self.unsharder is not None:
             self.unsharder.unhook()
+        # While the buckets are there, which say which they are.
         unregister(self._parameters())
         self.engine = None
         self.buckets, self.gradients = [], []
@@ -422,6 +426,7 @@ class ShardedModel:
             RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
         """
         self.reducer.check_whole()
+        # A gather on its way writes to memory that may be about to move.
         self.arrivals.finish()
         busy = "a backward" if self.reducer.in_backward else ""
         busy = "an optimizer's step" if self._step_unfinished() else busy
@@ -496,9 +501,11 @@ class ShardedModel:
                 store.add(vectors)
 
         if self._parameter_store is not None or self.optimizer_store is not None:
+            # All ranks fail together: one that fails alone would leave the others in the first collective.
             together(self.mesh.control, reserve)
 
     def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
+        # Asked now: later on none is on the meta device.
         real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
         for construction in self._constructions:
             construction.take([parameter for _, parameter in spec.parameters], values=initialise or partly)
@@ -549,6 +556,7 @@ class ShardedModel:
                 continue
             values = buffer.clone(memory_format=torch.contiguous_format)
             if self.mesh.tensor.size > 1:
+                # Tensor-parallel ranks are connected on the host.
                 shared = values.cpu()
                 self.mesh.tensor.broadcast(shared, 0)
                 values.copy_(shared)
@@ -576,6 +584,7 @@ class ShardedModel:
         if self.unsharder is None:
             return False
         wanted = {id(place[0]) for parameter in parameters if (place := self.place(parameter)) is not None}
+        # In the order of units, the same on all ranks.
         units = [unit for unit in self.units if any(id(bucket) in wanted for bucket in unit.buckets)]
         return self.unsharder.use_on_demand(units)
 
@@ -652,9 +661,11 @@ class ShardedModel:
             or self.mesh.observed.observer is not None
             or not self.arrivals.are_seen()
         ):
+            # Not one after the other: the next bucket is cast while this one is sent.
             for work in [bucket.publish(copied=copied) for bucket in stepped]:
                 work.wait()
         else:
+            # Views that optimizers hold are no strangers' in a bucket's memory.
             pieces = Counter(storage for sharded in self.optimizers for storage in sharded.viewed())
             for bucket in stepped:
                 bucket.publish_later(pieces[id(bucket.weights)], copied=copied)
@@ -667,6 +678,7 @@ class ShardedModel:
             changed: The buckets that were `invalidate_unsharded` before; None: all.
         """
         if self.unsharder is not None:
+            # First: what nobody uses need not be brought up to date.
             self.unsharder.release_unused()
             others = set() if changed is None else {id(b) for b in self.buckets if b.kept} - set(map(id, changed))
             for bucket in self.buckets:
@@ -691,9 +703,11 @@ class ShardedModel:
                 if any(id(parameter) in wanted for bucket in unit.buckets for parameter in bucket.parameters)
             ]
         self.arrivals.finish()
+        # Before anything that may raise: all pins are taken back at the end.
         for unit in units:
             unit.pinned += 1
         try:
+            # Not one after the other, which would add their times up.
             for unit in units:
                 unit.start_unshard()
             for unit in units:
@@ -739,6 +753,7 @@ def _check_same_on_all_ranks(module: nn.Module, mesh: Mesh) -> None:
         for name, p in module.named_parameters()
     ]
     mine += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+    # Hashes first: the lists are long, and nearly always equal.
     if len(set(mesh.control.all_gather_objects(hashlib.sha256("\n".join(mine).encode()).hexdigest()))) == 1:
         return
     everyone = mesh.control.all_gather_objects(mine)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 
+# Protocols, as the modules that implement them import this one.
 class Writes(Protocol):
     """Writes to the full parameters of a bucket; see `UserWrites`."""
 
@@ -45,6 +46,7 @@ class ParameterOwner(Protocol):
         """Gather what a forward or a backward under way reads; False outside of both. A collective."""
 
 
+# By identity: `==` of tensors compares their elements.
 _models: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -66,6 +68,7 @@ def check_unsharded(parameters: Iterable[nn.Parameter]) -> None:
 def register(parameters: Iterable[nn.Parameter], model: ParameterOwner) -> None:
     """Remember that `model` shards `parameters`."""
     for parameter in parameters:
+        # A strong one would hold the parameter in turn, through its buckets, and neither would ever go.
         _models[parameter] = ref(model)
 
 

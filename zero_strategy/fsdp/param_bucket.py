@@ -119,6 +119,7 @@ class ParameterBucket:
         self.layout: BucketLayout = build_layout(
             shapes, dtype.itemsize, mesh.shard_size, self._replicas, whole=whole, turn=turn
         )
+        # From here on in the order of the segments, which is another one where parameters stay whole.
         by_name = dict(named_parameters)
         named_parameters = [(segment.name, by_name[segment.name]) for segment in self.layout.segments]
         self.names = [name for name, _ in named_parameters]
@@ -158,6 +159,7 @@ class ParameterBucket:
         self.editors, self.watches = 0, list[EditWatch]()
         self.gathered = True
         self._fill(blank)
+        # Writes count from here on: what was written before is in the bucket.
         self.writes.note()
 
     @property
@@ -214,6 +216,8 @@ class ParameterBucket:
         With `blank` there are none yet: where parameters are sharded, only the shard's memory is touched.
         """
         if blank:
+            # On the CPU pages that nobody writes to take no memory, and at most the slice is written to before the
+            # bucket is released.
             make = torch.empty if self.placement.shard_parameters else torch.zeros
             self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
             self._place_slice(blank=True)
@@ -222,6 +226,7 @@ class ParameterBucket:
             if self.trainable:
                 self.make_master()
             return
+        # In the dtype that the parameters came in: master weights are made of values that were not rounded yet.
         source = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
         if self._first or self.mesh.tensor.size > 1:  # others are sent all of it
             self._join(source)
@@ -266,6 +271,7 @@ class ParameterBucket:
         for parameter in self.parameters:
             recast(parameter, self.dtype, self.device)
         track_classes(self.parameters)
+        # Again: a `DTensor` that was cast or moved holds another tensor now.
         self.tensors = [held_by(parameter) for parameter in self.parameters]
         self.views = [self.segment_view(index) for index in range(len(self.parameters))]
         self._point_at_flat()
@@ -328,6 +334,7 @@ class ParameterBucket:
     @outside_inference
     def _gather(self, *, empty: bool) -> PendingWork:
         if empty:
+            # On the computing stream, as the collective comes after it: so it comes after what used this memory before.
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
         return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
@@ -367,9 +374,11 @@ class ParameterBucket:
         """Free all but the own slice (stage 3). What was written to gathered values counts, as `follow_edits` says."""
         if not self.placement.shard_parameters:
             return
+        # A gather that is under way still writes to the memory that is about to go.
         self.finish_unshard()
         if self.gathered:
             self.follow_edits()
+            # Not before: with the values goes what was written to them.
             self._point_at_poison()
             self.gathered = False
 
@@ -396,6 +405,7 @@ class ParameterBucket:
         if self.placement.shard_parameters and self.gathered:
             for watch in self.watches:
                 watch.invalidate_unsharded()
+            # Without a resize: the memory is there, and whoever holds the bucket whole has views of it.
             self._gather(empty=False).wait()
             self.kept, self.kept_again = self.kept or self.kept_again, False
             self.writes.note()
@@ -417,6 +427,7 @@ class ParameterBucket:
         self.write_weights(copied=copied)
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
             return self.mesh.gather.all_gather(self.flat, of=self.names)
+        # Stage 0 has updated all of it, stage 3 gathers at the next use.
         return PendingWork([])
 
     def publish_later(self, pieces: int, *, copied: bool) -> bool:
@@ -460,6 +471,7 @@ class ParameterBucket:
             if arrival is not None:
                 arrival.wait()
                 show_arrived(self.parameters)
+                # Last: whoever finds it None takes the values without the lock.
                 self._arrival = None
 
     @without_grad
@@ -467,6 +479,7 @@ class ParameterBucket:
         """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
         assert self.gathered
         self.generation += 1
+        # What was assigned (`p.data = values`) lies elsewhere, and only `flat` is sent and read below.
         self.writes.take_assigned()
         if source is not None:
             row, column = divmod(source, self.mesh.shard_size)
@@ -511,6 +524,7 @@ class ParameterBucket:
             if piece is None:
                 continue
             start, stop = piece.offset, piece.offset + piece.numel
+            # Elsewhere the slice is a part of `flat`, and has them already.
             if self._slice_apart:
                 self.weights.write(start, self.flat[self.slice][start:stop])
             if self.has_master:
@@ -534,6 +548,7 @@ class ParameterBucket:
         """
         assert self.gathered
         self.arrive()
+        # What was assigned lies in memory of the user's: only what is in the views is copied.
         self.writes.take_assigned()
         for tensor, view in zip(self.tensors, self.views, strict=True):
             SET_DATA(tensor, view.clone(memory_format=torch.contiguous_format))
@@ -586,6 +601,7 @@ class ParameterBucket:
 
     def relocate(self, move: Callable[[Tensor], Tensor], *, masters: bool, parameters: bool) -> None:
         """Let what is kept in memory lie where `move` puts it: the master copy, the parameters and their slice."""
+        # Asked now: it compares objects, and both are replaced below.
         has_master = self.has_master
         if masters and has_master:
             self.master = self.master.moved(move)
@@ -596,6 +612,7 @@ class ParameterBucket:
         if self._slice_apart:
             self.shard = self.weights = self.shard.moved(move)
         else:
+            # What `p.data` gave stays in the old memory: later writes to it are none to the parameters.
             self.writes.close_aliases()
             self.flat = move(self.flat)
             self._link_parts()
@@ -655,6 +672,7 @@ class _Arrival:
         try:
             self._wait()
         except Exception as failure:
+            # The work raises once: a second reader would take old values for new ones.
             self._failure = failure
             raise
 

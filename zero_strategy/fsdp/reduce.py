@@ -188,6 +188,7 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # Before the buckets go: it drops what an interrupted backward has left in them.
         self.reset()
         self._reuse.close()
         self.buckets, self._numbers = [], {}
@@ -195,9 +196,11 @@ class GradientReducer:
 
     def before_forward(self) -> None:
         """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
+        # A forward inside of a backward is a checkpoint's recomputation: nothing is torn apart.
         if self._backward.running and not in_backward():
             warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
             self.reset()
+        # Removed gradients go now, before activations need the memory; in a backward hooks empty slots, too.
         if not self._backward.running:
             for bucket in self.buckets:
                 bucket.sync_removed()
@@ -228,11 +231,13 @@ class GradientReducer:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
         reduces = self._sync or not self.per_step
         if not reduces:
+            # Its sums wait for a later backward, from here on in a buffer that stays.
             bucket.keep_whole()
         bucket.accumulate(index, gradient)
         parameter.grad = bucket.handle(index)
         backward.seen[number].add(index)
         self.plan.arrivals.append(number)
+        # Stage 3 waits for the end of the unit: gathers and reductions interleave alike on all ranks.
         if reduces and self._unsharder is None:
             self._launch_full()
 
@@ -241,6 +246,7 @@ class GradientReducer:
         if self._paused:
             return
         if not self._backward.running:
+            # Other ranks reduce this unit now, also if no gradient has come on this one.
             self.begin_backward()
         if self._reduces:
             self._launch_unit(buckets)
@@ -277,6 +283,7 @@ class GradientReducer:
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
         self._check_states("a backward")
         if self._announce is not None:
+            # Before a bucket begins: that takes in what the user did to `p.grad`, which followers have to do as well.
             self._announce("backward", self.shown())
         divide_by, continues = self._divisor(), self._joined and self._began
         if not continues:
@@ -311,7 +318,7 @@ class GradientReducer:
             wanted, seen = expected[number], backward.seen[number]
             if len(seen) < len(wanted) or not wanted <= seen:  # a comparison of sets for each gradient takes long
                 return
-            if wanted:
+            if wanted:  # else it leaves when ranks have agreed, if anybody touched it
                 self._launch(number)
             backward.next += 1
 
@@ -367,6 +374,7 @@ class GradientReducer:
                 self._announce("agree", outside)
             agreed = self._agree(compares=True)
         self._reuse.close()
+        # Last: a rank that raised earlier would leave the others in their reductions.
         self._check(agreed, compares=True)
 
     @contextmanager
@@ -375,6 +383,7 @@ class GradientReducer:
         try:
             yield
         except BaseException:
+            # The next step is refused, and `reset` drops what there is, as after an exception inside of a backward.
             self._backward.running = True
             raise
 
@@ -404,6 +413,7 @@ class GradientReducer:
         else:
             assert what == "agree"
             if value:
+                # As in `settle` of the rank with data: no bucket has left early.
                 self.plan.expect_nothing()
                 self._backward.left.clear()
             with self._inconsistent_after_errors():
@@ -414,6 +424,7 @@ class GradientReducer:
     def _agree(self, *, compares: bool) -> Agreement:
         """Ends the reduction. `compares`: this rank knows by which rules the next step updates parameters."""
         backward = self._backward
+        # What a bucket sent when it left is no local sum any more: `seen` still has it.
         touched = [
             bucket.own.live | bucket.late.keys() | (backward.seen[number] if number in backward.left else set())
             for number, bucket in enumerate(self.buckets)
@@ -424,12 +435,14 @@ class GradientReducer:
         ]
         rules = self._agreement.rules() if compares else 0
         message = self.plan.encode(touched, late, self._sequence(), self._agreement.own_flags(), rules)
+        # A copy, for `learn` sorts the plan's own for the next backward.
         order = list(self.plan.order)
         length = message.numel()
         if self._buffers is not None:  # as DDP, not between the micro-batches of one step
             message = torch.cat([message, self._buffers.changes(shares=self._sync and compares)])
         messages = self.mesh.control.all_gather_small(message, "the parameters that have gradients")
         agreed = self.plan.learn([each[:length] for each in messages])
+        # All ranks know now what is missing, and launch it in one order.
         for number in order:
             if agreed.late[number] or (agreed.touched[number] and number not in backward.left):
                 backward.leave_again(number, self.buckets[number])
@@ -452,6 +465,7 @@ class GradientReducer:
 
     def _sequence(self) -> int:
         """Tells what this rank gathered and sent so far, in order: the same on all ranks, or values are wrong."""
+        # 15 bits, as the message has int16s; hashes of integers, unlike those of strings, are equal in all processes.
         return hash((self._unsharder.checksum, *self._backward.left)) & 0x7FFF if self._unsharder is not None else 0
 
     def reset(self) -> None:
@@ -506,6 +520,7 @@ class GradientReducer:
         self.check_whole()
         bucket, index = place
         bucket.bucket.make_master()
+        # As in a backward: it notices `zero_grad`, and keeps earlier reduced sums apart.
         bucket.begin()
         bucket.accumulate(index, local_values(bucket.bucket.parts[index], parameter, gradient), lent=True)
         bucket.show(index)
@@ -517,6 +532,7 @@ class GradientReducer:
         Raises:
             RuntimeError: If the last backward did not finish.
         """
+        # In a backward it is running by right, as where a hook adds a gradient.
         if self._backward.running and not in_backward():
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
 

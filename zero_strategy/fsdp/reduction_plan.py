@@ -31,7 +31,7 @@ from zero_strategy.offload.tier import Streams, streams_of
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import uncompiled
 
-_UNTOUCHED = 0x7FFF
+_UNTOUCHED = 0x7FFF  # the largest int16, in which places are sent
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class ReductionPlan:
         self.order = list(range(len(self.counts)))
         self.expected: list[set[int]] = [set() for _ in self.counts]
         self._trainable: list[set[int]] = [set() for _ in self.counts]
+        # As if all had been touched twice: the first backward waits for every parameter.
         everything = [set(range(count)) for count in self.counts]
         self._history: list[deque[set[int]]] = [deque([all_, all_], maxlen=2) for all_ in everything]
         self.arrivals: list[int] = []
@@ -78,6 +79,7 @@ class ReductionPlan:
         """Start a backward in which `trainable` parameters (by bucket, the same on all ranks) require a gradient."""
         self._trainable = list(trainable)
         self.arrivals.clear()
+        # In both: an expected bucket without gradients is sent as zeros, in vain where two networks take turns.
         self.expected = [mine & history[0] & history[1] for mine, history in zip(trainable, self._history, strict=True)]
 
     def trains(self, number: int) -> bool:
@@ -86,6 +88,7 @@ class ReductionPlan:
 
     def expect_nothing(self) -> None:
         """Start a reduction outside of a backward: nothing has left early on any rank."""
+        # So that `learn` leaves the history alone, which is of backwards.
         self._trainable = [set() for _ in self.counts]
         self.arrivals.clear()
         self.expected = [set() for _ in self.counts]
@@ -108,7 +111,9 @@ class ReductionPlan:
                 flags[offset + index] = 1
             flags[offset + count] = again
             offset += count + 1
+        # 15 bits each: an int16 takes no more.
         numbers = [gathers & 0x7FFF, raised, rules & 0x7FFF, rules >> 15]
+        # Places beyond an int16 count as equally late.
         last = {number: min(place, _UNTOUCHED - 1) for place, number in enumerate(self.arrivals)}
         numbers.extend(last.get(number, _UNTOUCHED) for number in range(len(self.counts)))
         return torch.frombuffer(flags + array("h", numbers).tobytes(), dtype=torch.uint8)
@@ -117,6 +122,7 @@ class ReductionPlan:
         """Combine all ranks' messages, in rank order, and make the next plan of them."""
         length = sum(self.counts) + len(self.counts)
         union = torch.stack([message[:length] for message in messages]).amax(dim=0).tolist()
+        # Copies: torch views bytes as int16 from even offsets only, and the length may be odd.
         tails = [message[length:].clone().view(torch.int16).tolist() for message in messages]
         touched, late, offset = [], [], 0
         for count in self.counts:
@@ -124,12 +130,13 @@ class ReductionPlan:
             late.append(bool(union[offset + count]))
             offset += count + 1
         for number, mine in enumerate(self._trainable):
-            if mine:
+            if mine:  # a frozen bucket's absence says nothing of later backwards
                 self._history[number].append(touched[number])
+        # Rank 0's, since all must take the same; after a backward without gradients there it keeps the old order.
         positions = tails[0][4:]
         if any(position != _UNTOUCHED for position in positions):
             self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
-        rules = {(tail[2], tail[3]) for tail in tails} - {(0, 0)}
+        rules = {(tail[2], tail[3]) for tail in tails} - {(0, 0)}  # zeros abstain
         flags = reduce(or_, (tail[1] for tail in tails))
         return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
 
@@ -196,6 +203,7 @@ class Reduction:
                 if spreads:
                     assert sent is not None
                     self._last = mesh.reduce.all_gather(sent, of=bucket.names, after=self._last)
+        # Without replicas the sum was scaled as it arrived.
         self._scaled = (sent if spreads else total) if copies and divides else None
         self._factor = 1.0 / mesh.world_size
 

@@ -149,12 +149,14 @@ class ShardedParameter(nn.Parameter):
         if func in METADATA or (func is Tensor.type and len(args) == 1 and not kwargs):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # Those of the placeholder, one expanded element, are zero.
         if func in STRIDES and isinstance(args[0], cls):
             return func(args[0].slice.without_values(), *args[1:], **kwargs)
         if func == SET_DATA and args[0] is args[1]:  # `module._apply` of a function that has left it alone
             return None
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         first = args[0] if args else kwargs.get("tensor")
+        # Among other arguments, too, its old values count (`p.copy_(p)`).
         lost = (
             func in _OVERWRITING
             and isinstance(first, cls)
@@ -166,8 +168,10 @@ class ShardedParameter(nn.Parameter):
             result = func(*args, **kwargs)
         except BaseException:
             if before is not None:
+                # Its memory was never filled: the slice still has the values.
                 before.construction.undo(cast(nn.Parameter, first), before)
             raise
+        # `nn.Parameter(p)` refuses what is not of the class that `p` has by now.
         if func is Tensor.detach and is_asked_by_parameter(sys._getframe(1)):
             return result.as_subclass(nn.Parameter)
         return result
@@ -181,7 +185,7 @@ class ShardedParameter(nn.Parameter):
 
     def __copy__(self) -> nn.Parameter:
         unshard([self])
-        return copy.copy(self)
+        return copy.copy(self)  # of a plain parameter now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         unshard([self])
@@ -259,6 +263,7 @@ class EditWatch:
 
     def invalidate_unsharded(self) -> None:
         """Values are about to be replaced: with them goes what was written so far."""
+        # Once: what the engine writes from here on is none of the user's writes.
         if not self._replaced:
             self._lost.update(self._look())
             self._replaced = True
@@ -277,6 +282,7 @@ class EditWatch:
         if not self.bucket.follows_edits:
             return counted | changed
         for index in changed - counted:
+            # A write like any other from now on: `follow_edits` goes by these counts.
             torch.autograd.graph.increment_version(self.bucket.parameters[index])
         return set()
 
@@ -309,6 +315,8 @@ def weighted_sum(flat: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     places = torch.arange(min(_PART, words.numel()), dtype=torch.int64, device=flat.device)
     for number, part in enumerate(words.split(_PART)):
+        # The multiplier of xorshift64*. Odd factors: one changed element always changes the sum. They differ by place,
+        # so that swapped elements show.
         factors = (places[: part.numel()] + number * _PART) * 0x2545F4914F6CDD1D
         total += (part.to(torch.int64) * (factors ^ (factors >> 29)).bitwise_or_(1)).sum()
     return total
@@ -368,6 +376,7 @@ class _Released:
         """
         kwargs, asker = kwargs or {}, sys._getframe(1)
         if func in METADATA or func in LOOKS_AT_GRAPH or (func is Tensor.type and len(args) == 1 and not kwargs):
+            # A collective reads memory by its address: that it asks for metadata before is all there is to see of it.
             if not _sends(func, asker):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -450,6 +459,7 @@ QUICK = ("grad", "requires_grad", "shape", "device", "is_leaf", "_version")
 """Such attributes."""
 for _name in QUICK:
     setattr(ReleasedParameter, _name, quick(_name))
+# Not as quick: torch.distributed compares dtypes before it sends lists of tensors.
 ReleasedParameter.dtype = property(_dtype)  # type: ignore[assignment]
 
 
@@ -461,6 +471,7 @@ def _dtensor_classes() -> tuple[type, type]:
     class ReleasedDTensor(_Released, DTensor):  # type: ignore[misc]
         """A tensor-parallel parameter while it is released, or a copy of it."""
 
+        # Methods in Python, of which `__torch_function__` hears nothing before values are used.
         def full_tensor(self, **keywords: Any) -> Any:
             if _unshard_on_demand((self,), {}):
                 return self.full_tensor(**keywords)
@@ -504,6 +515,7 @@ def release_classes(parameters: Iterable[nn.Parameter]) -> None:
             continue
         if issubclass(kind, _Released):
             continue
+        # By name: the class takes seconds to import, and plain runs have no use for it.
         if kind.__name__ == "DTensor":
             plain, released = _dtensor_classes()
             if kind is plain:
@@ -523,7 +535,7 @@ def unshard_classes(parameters: Iterable[nn.Parameter]) -> None:
         elif kind.__name__ == "ReleasedDTensor":
             parameter.__class__ = _dtensor_classes()[0]
         else:
-            parameter.__class__ = tracked_class(kind.__mro__[2])
+            parameter.__class__ = tracked_class(kind.__mro__[2])  # after itself and `_Released`
 
 
 def is_released(parameter: Tensor) -> bool:

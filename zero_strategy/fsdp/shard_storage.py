@@ -298,6 +298,7 @@ class StorageSite:
     def copy_of(self, values: Tensor, dtype: torch.dtype, head: torch.device | None) -> ShardStorage:
         """A storage of its own with these values, in another dtype; where that is memory, on their device."""
         if self.store is None:
+            # Also where the dtype is the same: `values` may be a part of the bucket's buffer.
             return InMemory(values.to(dtype, copy=True))
         made = self.zeros(values.numel(), dtype, values.device, head)
         for start, stop in made.chunks:
@@ -320,7 +321,7 @@ buffers of those that are not reduced. Masters are the parameters themselves whe
 IN_BACKWARD = (PARAMETERS, *GRADIENTS)
 """What a backward needs on the device."""
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # a multiple of every element's size
 Move = Callable[[Tensor], Tensor]
 """Gives a tensor as it lies elsewhere, or itself if it stays."""
 
@@ -386,7 +387,9 @@ class MovedStates:
             TypeError, ValueError: If `include` is no list of such names, or the config has put a kind into a tier.
         """
         kinds = self._chosen(include)
+        # Before anything is copied: it refuses in the middle of a step, and lets go of what need not be moved.
         self._model.come_to_rest(parameters=PARAMETERS in kinds)
+        # Tensors made in inference mode could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             found = self._storages(kinds, lambda tensor: tensor.device == self._model.device)
             starts, end = [], 0
@@ -394,7 +397,9 @@ class MovedStates:
                 starts.append(end)
                 end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
             if found:
+                # All at once, so that nothing has moved if the host has no room.
                 memory = HostMemory(end, pinned=pin_memory and self._model.device.type == "cuda")
+                # By way of numpy each copy gets a storage of its own, by whose address it is known.
                 whole = memory.bytes.numpy()
                 copies = {
                     place: torch.frombuffer(whole, dtype=torch.uint8, offset=start, count=storage.nbytes())
@@ -416,6 +421,7 @@ class MovedStates:
         with torch.inference_mode(False), torch.no_grad():
             found = self._storages(self.kinds, self.holds)
             device = self._model.device
+            # Made in full before anything moves, so that a device without room leaves all on the host.
             self._put(
                 self.kinds,
                 found,
@@ -426,11 +432,13 @@ class MovedStates:
             )
         self.kinds = frozenset()
         self._copies.clear()
-        self._memory.clear()
+        self._memory.clear()  # no state lies in it any more
 
     def _chosen(self, include: Iterable[str] | None) -> frozenset[str]:
+        # It would be taken letter by letter.
         if isinstance(include, str):
             raise TypeError(f"include takes a list of kinds of state, such as [{str(include)!r}], or None for all")
+        # DeepSpeed's names are members of an enum.
         asked = KINDS if include is None else [getattr(kind, "value", kind) for kind in include]
         for kind in asked:
             if kind not in KINDS:
@@ -460,6 +468,7 @@ class MovedStates:
         self, kinds: frozenset[str], found: Mapping[int, torch.UntypedStorage], copies: Mapping[int, Tensor]
     ) -> None:
         """Copy the bytes, then let all views be views of the copies."""
+        # All bytes first: where a copy fails, every view is still one of the original.
         for place, storage in found.items():
             copies[place].copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
 

@@ -151,6 +151,7 @@ class SkippedLayers:
         self._seen: set[Pass] = set()
         """Those that have begun in it."""
         for owner, _, lists in owners:
+            # Ahead of the unsharder's hook on it, which takes the next number for the owner's own call.
             owner.register_forward_pre_hook(_OwnerHook(self, lists, enter=True), prepend=True)
             owner.register_forward_hook(_OwnerHook(self, lists, enter=False))
 
@@ -175,10 +176,11 @@ class SkippedLayers:
         if in_backward() or not self._open or self._open[-1][0] is not owner:
             return
         passes = self._open[-1][1]
+        # Also those that this rank has not come to: the others gather them.
         for one in passes:
             self._complete(one)
         self._open.pop()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # no backward to remember passes for
             return
         last = self._unsharder.new_call()
         for one in passes:
@@ -210,6 +212,7 @@ class SkippedLayers:
                     "them"
                 )
         elif self._open and (one := next((one for one in self._open[-1][1] if one.layers is layers), None)) is not None:
+            # Lists of one module are gathered one after the other, as they are in it.
             for earlier in self._open[-1][1]:
                 if earlier is one:
                     break
@@ -227,6 +230,7 @@ class SkippedLayers:
             unit: The unit.
             call: In backward, the forward of it that has its turn; None: it is not known.
         """
+        # No gather follows, whose place among the others would matter.
         if unit.under_way:
             return
         if not in_backward():
@@ -234,6 +238,7 @@ class SkippedLayers:
         elif call is not None:
             self._close((call, 0), call)
         else:
+            # Nothing tells which forward it was: all that has begun is ended first.
             for one in sorted(self._active, key=lambda one: one.turn, reverse=True):
                 self._reduce(self._rest(one))
 
@@ -323,6 +328,7 @@ class SkippedLayers:
             return
         unit = units[left[0][0]]
         self._unsharder.backward_of_layer_over(unit, one.first, one.last)
+        # Until the last of its backwards more is added to the sums.
         if all(other.begun for other in one.layers.passes):
             yield unit
 
@@ -344,6 +350,7 @@ class SkippedLayers:
 
     def finish(self) -> Iterator[Unit]:
         """Backward is over: gather what it has not come to, and give units to reduce before the next gather."""
+        # Below the turn of any pass that has gathered a layer.
         yield from self._rest_of_all((0, 0))
         self._seen.clear()
 
@@ -354,6 +361,7 @@ class SkippedLayers:
             turn: Of what comes next.
             call: Of the unit that comes next: passes inside of it stay.
         """
+        # Listed first: ending one changes what is active.
         left = [
             one
             for layers in self._owner_of
@@ -368,6 +376,7 @@ class SkippedLayers:
     def _is_due(self, one: Pass) -> bool:
         if one in self._seen or not one.layers.trains:
             return False
+        # A second backward through the same graph comes to all lists of its forward again.
         return not one.begun or any(other in self._seen for other in one.together)
 
     def reset(self) -> None:
@@ -434,12 +443,14 @@ def layer_lists(units: Sequence[Unit]) -> list[tuple[nn.Module, str, list[LayerL
                 members.setdefault(name, {}).setdefault(parts[length], []).append(unit)
     found: dict[str, list[LayerList]] = {}
     taken: set[Unit] = set()
+    # Outermost first: those take the units of lists inside of them.
     for name, inside in sorted(members.items(), key=lambda item: item[0].count(".")):
         own = [unit for each in inside.values() for unit in each]
         if len(inside) < 2 or not taken.isdisjoint(own):
             continue
         taken.update(own)
         owner = name.rpartition(".")[0]
+        # These have no forward to hook.
         while isinstance(root.get_submodule(owner), (nn.ModuleList, nn.ModuleDict)):
             owner = owner.rpartition(".")[0]
         found.setdefault(owner, []).append(LayerList(name, own))

@@ -69,6 +69,7 @@ def check_heads(owner: str, config: Any, ways: int) -> None:
     Raises:
         ValueError: Naming model, number and setting.
     """
+    # Composite models keep these numbers in the configuration of their text part.
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
@@ -96,7 +97,7 @@ def styles_of(module: nn.Module, plan: Plan, owner: str, prefix: str = "") -> di
     for path, child in module.named_modules():
         name = ".".join(part for part in (prefix, path) if part)
         for pattern, style in plan.items():
-            if name and fnmatchcase(name, pattern):
+            if name and fnmatchcase(name, pattern):  # a pattern means a module in the model, not the model
                 _check_known(style, f"{owner}'s tp_plan for {pattern}")
                 cuts = _divides(style) in (_COLUMNS, _ROWS)
                 inner = _of_peft(child, style) if cuts else []
@@ -121,6 +122,7 @@ def _of_peft(layer: nn.Module, style: Any) -> list[str]:
         return ["original_module", *(f"modules_to_save.{name}" for name in parts.modules_to_save)]
     if not isinstance(getattr(layer, "base_layer", None), nn.Linear) or not hasattr(layer, "lora_A"):
         return []
+    # DoRA and other variants compute more than the product of A and B: the caller refuses them.
     if parts.lora_variant or len(parts.lora_magnitude_vector):
         return []
     low = "lora_B" if _divides(style) == _COLUMNS else "lora_A"
@@ -135,6 +137,7 @@ def parallelize(module: nn.Module, styles: Mapping[str, Any], mesh: DeviceMesh) 
         styles: Of `styles_of`.
         mesh: Of one dimension.
     """
+    # Here, as the import takes seconds.
     from torch.distributed.tensor.parallel import parallelize_module
 
     for path, style in styles.items():
@@ -174,7 +177,9 @@ def divided_dimensions(module: nn.Module, styles: Mapping[str, Any]) -> dict[str
             raise ValueError(f"the style {type(style).__name__} of {path} says nothing of what it divides")
         layer, before = module.get_submodule(path), f"{path}." if path else ""
         if divides != _NOTHING:
+            # A Linear's weight is (outputs, inputs), an Embedding's (rows, outputs).
             found[f"{before}weight"] = int((divides == _ROWS) != isinstance(layer, nn.Embedding))
+        # Of rows the bias is added to the sum over ranks, and stays whole.
         if divides == _COLUMNS and getattr(layer, "bias", None) is not None:
             found[f"{before}bias"] = 0
     return found
@@ -185,7 +190,7 @@ def _divides(style: Any) -> str | None:
 
 
 def _check_known(style: Any, where: str) -> None:
-    known = [name for name in _DIVIDES if name[0].islower()]
+    known = [name for name in _DIVIDES if name[0].islower()]  # the others are classes of torch
     if isinstance(style, str) and style not in known:
         raise ValueError(
             f"{where} is {style!r}; accepted: {', '.join(known)}, or a style of torch.distributed.tensor.parallel. "

@@ -22,7 +22,7 @@ from zero_strategy.fsdp.ownership import place_of
 GET_DATA: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
 """The plain `p.data` and `p.data = values`, of any class."""
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_NEW_PARAMETER = nn.Parameter.__new__.__code__  # which raises if `detach()` gives another class
 
 
 def _get_data(self: nn.Parameter) -> Tensor:
@@ -55,6 +55,7 @@ class Tracked:
         values = nn.Parameter.detach(mine)
         if is_asked_by_parameter(sys._getframe(1)):
             return values.as_subclass(type(mine))
+        # Torch counts writes to them with the parameter's; what is noted is that they may be brought back.
         if (place := place_of(mine)) is not None:
             place[0].writes.note_given(place[1], values)
         return values
@@ -86,6 +87,7 @@ def track_classes(parameters: Iterable[nn.Parameter]) -> None:
     """Count writes to these from now on."""
     for parameter in parameters:
         kind = type(parameter)
+        # Not by `isinstance`, which takes in `DTensor`s: writes to these are counted in what they hold.
         if issubclass(kind, nn.Parameter) and not issubclass(kind, Tracked):
             parameter.__class__ = tracked_class(kind)
 

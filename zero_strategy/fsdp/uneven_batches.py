@@ -61,9 +61,10 @@ class SharedEvaluation:
         if unsharder is None or self._mesh.world_size == 1:
             yield
             return
+        # Positive with a batch, negative without one (`drain`).
         everyone = self.exchange(1 + self._digest())
         if min(everyone) > 0:
-            self._plan = unsharder.launched = []
+            self._plan = unsharder.launched = []  # nobody follows: gathers are only noted, as the next step's plan
             try:
                 yield
             finally:
@@ -78,6 +79,7 @@ class SharedEvaluation:
             self._step = None
             unsharder.announce_to(None)
             unsharder.release_idle()
+            # Also after an exception: ranks without a batch go through the plan to its end before they listen.
             step.follow_plan()
             self.exchange(_STEP_OVER)
             self._plan = step.done
@@ -87,11 +89,13 @@ class SharedEvaluation:
         unsharder = self._model.unsharder
         if unsharder is None or self._mesh.world_size == 1:
             return
+        # A unit that is whole here takes part in no gather, and the others would wait.
         unsharder.release_idle()
         while max(everyone := self.exchange(-1 - self._digest())) > 0:
             step = _UnevenStep(self._model, self, self._agreed(everyone))
             step.follow_plan()
             done = list(step.plan)
+            # The largest is that of ranks with a batch: theirs is a unit, an agreement or `_STEP_OVER`.
             while (number := max(self.exchange(_NOTHING))) >= 0:
                 done.append(min(number, step.above))
                 if number < step.above:  # else ranks with a batch agree on something
@@ -113,6 +117,7 @@ class SharedEvaluation:
             self._step.come_to_agreement()
         elif unsharder.launched is not None:
             unsharder.launched.append(above)
+        # Above the numbers of units, so that nobody takes it for a gather.
         return min(other for other in self.exchange(above + value) if other != _NOTHING) - above
 
     def exchange(self, number: int) -> list[int]:
@@ -120,10 +125,12 @@ class SharedEvaluation:
         return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
 
     def _digest(self) -> int:
+        # 30 bits, so that what is made of it with either sign fits an int32.
         return crc32(array("q", self._plan).tobytes()) & 0x3FFFFFFF
 
     def _agreed(self, everyone: list[int]) -> list[int]:
         """The plan, if it is that of all ranks."""
+        # 1 + digest or -1 - digest: equal but for the sign.
         return self._plan if len({abs(one) for one in everyone}) == 1 else []
 
 
@@ -265,6 +272,7 @@ class OwnBatches:
         self.error: Exception | None = None
         self._spare, self._last, self._batches = spare, _END, iter(())
         try:
+            # An error waits for the first message, which tells all ranks; raised here it would leave them waiting.
             self._batches = iter(loader)
         except Exception as error:
             self.state, self.error = _State.FAILED, error
@@ -369,4 +377,5 @@ def token_mean(control: Communicator, total: Tensor, count: Tensor | int) -> Ten
     counts = control.all_gather_small(torch.tensor([int(count)]), "tokens that count")
     if not (everyone := int(torch.stack(counts).sum())):
         raise ValueError("token_mean: no token of any rank counts; leave such batches out")
+    # Times the ranks, by which the mean over them divides.
     return total * (len(counts) / everyone)

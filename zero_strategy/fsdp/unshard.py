@@ -174,6 +174,8 @@ class Unsharder:
         if unit is self.units[0]:  # its modules are also called one by one, not only through the root's forward
             modules += owners(unit, unit.module)
         for module in modules:
+            # First of all, so that other hooks find parameters whole; and at the end also of a forward that raises, or
+            # its uses would never be over.
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -194,10 +196,12 @@ class Unsharder:
         if unit is self.units[0] and not unit.depth:
             self.start_trace()
         if not self._depth:
+            # As the outermost forward began: a `no_grad` inside of it says nothing of the backward.
             self._grad_began = torch.is_grad_enabled()
         self._depth += 1
         unit.depth += 1
         if unit.depth == 1:
+            # Before the unit's own gather, as on ranks that use what this one has passed over.
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
             self.use(unit)
@@ -238,6 +242,7 @@ class Unsharder:
                     f"torch.jit.trace over unit {unit.name or 'root'!r} of a stage-3 model: the trace would keep "
                     "released parameters, without values. Trace a plain module with engine.full_state_dict()'s values."
                 )
+            # Before `gather`, which would begin it without counting it or telling others.
             self._launch(unit)
             unit.gather()
             if not self.reshard_after_backward and torch.is_grad_enabled() and self._announce is None:
@@ -254,6 +259,7 @@ class Unsharder:
         if not unit.under_way:
             number = self._numbers[unit]
             if self._announce is None:
+                # With 1 added, so that unit 0 counts where the sum is 0.
                 self.checksum = (self.checksum * 31 + number + 1) % 32749
             else:
                 self._announce(number)
@@ -296,6 +302,7 @@ class Unsharder:
             if self.skipped is not None:
                 self.skipped.before_other(unit)
             self.use(unit)
+        # Perhaps nothing else in this backward asks for its end, at which what is held is released.
         if backward:
             self._queue_end()
         return True
@@ -323,8 +330,10 @@ class Unsharder:
 
     def before_backward(self, unit: Unit, call: int, _gradient: Tensor) -> None:
         """The gradient of an output of forward `call` has arrived."""
+        # First: it clears the list that this unit enters below.
         self._queue_end()
         self._creates_graph |= torch.is_grad_enabled()
+        # Once for all outputs of a forward.
         if call not in unit.calls:
             unit.calls.add(call)
             self._in_backward[unit] = None
@@ -340,6 +349,7 @@ class Unsharder:
         unit.calls.discard(call)
         unit.awaited.discard(call)
         unit.release()
+        # Gradients of a unit that was used several times are complete after the last of its backwards.
         if not unit.awaited and not (self.skipped is not None and self.skipped.ends(unit, call)):
             self._queue_end()
             self._in_backward.pop(unit, None)
@@ -368,6 +378,7 @@ class Unsharder:
     def _queue_end(self) -> None:
         if not self._backward_queued:
             self._backward_queued = True
+            # Not when a backward ends: the reducer asks for unfinished units after that.
             self._in_backward.clear()
             when_backward_ends(self._backward_over)
 
@@ -426,6 +437,7 @@ class Unsharder:
 
     def release_unused(self) -> None:
         """No backward is under way, or gathered values are stale: release all that is not kept and no forward uses."""
+        # Autograd makes no call at the end of a backward that raised: the next one has to ask anew.
         self._backward_queued = self._creates_graph = False
         for unit in self.units:
             unit.calls.clear()
@@ -526,9 +538,11 @@ class _ForwardHook(EphemeralHook):
         if not torch.is_grad_enabled():
             return None
         call = self.unsharder.new_call()
+        # Before the returns below: `_after` takes it off however this ends.
         self.unit.open_calls.append(call)
         if self.unit is self.unsharder.units[0]:
             return None  # the root stays until backward ends
+        # Taking a tree apart takes long, and nearly all arguments are tensors or scalars.
         leaves, tree = [*args, *kwargs.values()], None
         if not all(isinstance(leaf, Tensor) or id(type(leaf)) in _SCALARS for leaf in leaves):
             leaves, tree = tree_flatten((args, kwargs))
@@ -566,6 +580,7 @@ class _ForwardHook(EphemeralHook):
             for value in part.__dict__.values():
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
                     continue
+                # A result of an earlier forward that is still there has its hook.
                 if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
                     self._left[value] = True
                     yield value
@@ -602,6 +617,7 @@ class _ForwardHook(EphemeralHook):
             raise RuntimeError(released_message(call, self.unit.name))
 
 
+# The depth is bounded since objects may refer to each other in a ring.
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     """Tensors in any nesting of containers, and of objects with attributes, such as dataclasses."""
     if isinstance(value, Tensor):

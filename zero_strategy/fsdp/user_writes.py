@@ -75,6 +75,7 @@ class UserWrites:
     @property
     def are_there(self) -> bool:
         """True if there may be writes since the last `note`."""
+        # Nothing tells of an assignment to what a `DTensor` holds: `take` looks at addresses.
         return bool(self._assigned) or self._divided or self.counts() != self._seen
 
     def take(self) -> set[int]:
@@ -108,7 +109,7 @@ class UserWrites:
             index: Of the parameter in the bucket.
         """
         if index in self._assigned:
-            return GET_DATA(self._bucket.parameters[index])
+            return GET_DATA(self._bucket.parameters[index])  # copied whole later on: writes need no count
         alias = self._aliases.get(index)
         if alias is None:
             alias = self._aliases[index] = GET_DATA(self._bucket.parameters[index])
@@ -118,6 +119,7 @@ class UserWrites:
 
     def note_given(self, index: int, values: Tensor) -> None:
         """Somebody has values of a parameter, which lie in the bucket, and may bring them back."""
+        # Those that are gone are left out, or each read of `p.data` would add to the list for good.
         self._given[index] = [*(known for known in self._given.get(index, ()) if known() is not None), ref(values)]
 
     @torch.no_grad()
@@ -143,10 +145,12 @@ class UserWrites:
         SET_DATA(tensor, view)
         self._assigned.discard(index)
         if (former := self._former(index, values)) is not None:
+            # Through what `p.data` gives, so that it counts as a write.
             self.data_of(index).copy_(former)
 
     def _former(self, index: int, given: Tensor) -> Tensor | None:
         """The values that `given`, which `p.data` gave once, stands for; None: the present ones."""
+        # Given since other values came here: it shows the present ones.
         if any(known() is given for known in self._given.get(index, ())):
             return None
         levels = self._displaced.get(index, [])
@@ -178,7 +182,7 @@ class UserWrites:
             if tensor.is_set_to(view):
                 continue
             values = GET_DATA(tensor)
-            self._check_assigned(index, values)
+            self._check_assigned(index, values)  # `p.set_(...)` has not been checked yet
             self._displace(index)
             view.copy_(self._apart(values))
             SET_DATA(tensor, view)

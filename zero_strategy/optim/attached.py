@@ -47,6 +47,7 @@ class AttachedOptimizers:
         for optimizer in optimizers:
             if any(sharded.optimizer is optimizer for sharded in self._attached):
                 continue
+            # Before room in the tier is made for it.
             if self._model.optimizer_store is not None:
                 check_twice([*(sharded.optimizer for sharded in self._attached), optimizer], self._model.names())
             self._attached.append(ShardedOptimizer(optimizer, self._model, self._declines))
@@ -77,6 +78,7 @@ class AttachedOptimizers:
     @property
     def changed(self) -> bool:
         """True if there was no `check` since one was attached, or got more parameters."""
+        # Asked in every step, so it compares sizes and looks at no parameter.
         return self._checked != self._group_sizes()
 
     def check(self, untrained: Collection[int]) -> None:

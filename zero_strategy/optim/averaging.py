@@ -160,6 +160,7 @@ class WeightAverage:
         self.updates, self.shown = 0, False
         self._kept: dict[int, Tensor] = {}
         self._model.moved.check("an average of the weights")
+        # The average begins with the weights as they are, with what user code has written to them.
         model.follow_edits()
         together(model.mesh.control, self._make)
         self._buffers: dict[str, Tensor] = {name: _own(buffer) for name, buffer in self._named_buffers()}
@@ -225,7 +226,7 @@ class WeightAverage:
 
     def _fused(self) -> list[tuple[ParameterBucket, ShardStorage]]:
         """Buckets whose averages a fused op updates in one pass: exponential ones of float32, in memory."""
-        if not self.updates or not isinstance(self._blend, ExponentialBlend):
+        if not self.updates or not isinstance(self._blend, ExponentialBlend):  # The first update copies
             return []
         found = []
         for bucket, average in self._averaged():
@@ -290,10 +291,12 @@ class WeightAverage:
         self.shown = not self.shown
 
     def _publish(self, changed: list[ParameterBucket]) -> None:
+        # All gathers are begun before one is waited for.
         for work in [bucket.publish() for bucket in changed]:
             work.wait()
         torch.autograd.graph.increment_version([p for bucket in changed for p in bucket.parameters])
         for bucket in changed:
+            # Once versions have moved: user code's writes are told by these, and this is none.
             bucket.writes.note()
         self._model.forget_unsharded(changed)
         self._publish_copies()
@@ -306,6 +309,7 @@ class WeightAverage:
                 return
             self._kept[id(bucket)] = master.read(0, master.numel).clone()
         for start, stop in _ranges(master):
+            # Cloned: a read of what is in memory is a view, to which the next line writes.
             weights, values = master.read(start, stop).clone(), average.read(start, stop)
             master.write(start, values.to(weights.device))
             if exact:
@@ -331,6 +335,7 @@ class WeightAverage:
         self._kept.clear()
         self._kept_buffers.clear()
         for bucket, average in self._averaged():
+            # The exchange has left the former weights in the average, which goes on from the new ones.
             for start, stop in _ranges(bucket.master) if bucket.master.dtype == average.dtype else ():
                 average.write(start, bucket.master.read(start, stop))
         self.shown = False

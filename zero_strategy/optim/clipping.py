@@ -55,6 +55,8 @@ class Clipping:
         seen: list[tuple[Tensor, Tensor]] = []
         norm = global_norm(shards, norm_type, self._model.norm_groups, factors, lambda *stats: seen.append(stats))
         decides = decides and self._nonfinite.choice != IGNORE and bool(self._optimizers)
+        # Gradients of shared parameters are taken once, so their parts do not tell whose they are: no optimizer is
+        # judged by them.
         if decides and not (optimizer is None and self._is_shared()):
             chosen = self._optimizers if optimizer is None else [optimizer]
             each = seen[0][1].split([len(names) for _, _, names in parts])
@@ -109,6 +111,7 @@ class Clipping:
         if not self._optimizers:
             return [OwnGradients(self._model, self._all_parameters)]
         if self._is_shared():
+            # Each once, or the norm would count it twice, and the clip scale it twice.
             held = {id(p): p for sharded in self._optimizers for p in sharded.parameters()}
             return [OwnGradients(self._model, lambda: iter(held.values()))]
         return [sharded.gradients for sharded in self._optimizers]

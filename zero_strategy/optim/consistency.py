@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 
+# The message has two numbers of 15 bits for it, see `ReductionPlan.encode`.
 _HASH_MASK = 0x3FFFFFFF
 _NAN = -0.5
 """Stands in for a NaN, whose hash differs from object to object."""
@@ -42,6 +43,7 @@ class OptimizerConsistency:
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step that begins now, and remember by which hyper-parameters."""
         steps, _ = self._used.get(id(optimizer), (0, 0))
+        # Hashed now: a value may be changed back before the next reduction compares.
         self._used[id(optimizer)] = (steps + 1, self._hash_of(optimizer))
 
     def forget(self) -> None:
@@ -51,11 +53,13 @@ class OptimizerConsistency:
     def fingerprint(self) -> int:
         """Hash of hyper-parameters, now and in the last step, steps and changes of state; 30 bits, never 0."""
         for sharded in self._optimizers:
+            # An assignment since the last step is a change, too, and counts in the digest.
             sharded.follow_assigned_state()
         found = tuple(
             (self._hash_of(sharded.optimizer), self._used.get(id(sharded.optimizer), (0, 0)), sharded.edits.digest)
             for sharded in self._optimizers
         )
+        # 0 says that nothing is to be compared.
         return (hash(found) & _HASH_MASK) or 1
 
     def compare(self, compared: bool = True) -> None:
@@ -96,6 +100,7 @@ class OptimizerConsistency:
     def _hash_of(self, optimizer: Optimizer) -> int:
         kind = type(optimizer)
         if kind not in self._kinds:
+            # Not Python's hash, which differs for strings from process to process.
             self._kinds[kind] = crc32(kind.__qualname__.encode())
         return hash((self._kinds[kind], tuple(_numbers_of(group) for group in optimizer.param_groups)))
 
@@ -139,6 +144,7 @@ def _number_of(value: Any) -> Any:
         numbers = tuple(map(_number_of, value))
         return None if None in numbers else numbers
     if isinstance(value, Tensor):
+        # Of a tensor on a device the host would wait for the value.
         value = value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if not isinstance(value, (int, float, Real)):
         return None

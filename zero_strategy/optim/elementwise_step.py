@@ -51,6 +51,7 @@ class ElementwiseStep(PieceStep):
 
     def _rule_of(self, optimizer: Optimizer) -> UpdateRule | None:
         """The rule for steps of an optimizer on these pieces, or None."""
+        # Rules update float32 alone; low precision without master weights is left to torch's code.
         if not self.sharded.pieces.all_float32():
             return None
         buckets = self.model.buckets
@@ -63,10 +64,12 @@ class ElementwiseStep(PieceStep):
 
     def _note_rule(self) -> None:
         self.copied = self.rule is not None
+        # LAMB cannot go bucket by bucket: norms of all parameters are added up over ranks at once, before any changes.
         self.records_itself = self.rule is not None and self.rule.elementwise
 
     def gradients_of(self, row: Row) -> dict[int, tuple[Shard, float]]:
         """See `PieceStep`: a rule multiplies by the factor in its one pass, where there are kernels for it."""
+        # Torch's code takes no factor, and its kernels multiply apart: the bucket does so for neighbours at once.
         if self.rule is None or lacks_kernels(row.bucket.device):
             return super().gradients_of(row)
         return row.gradients.scaled_gradients()
@@ -97,9 +100,11 @@ class ElementwiseStep(PieceStep):
         pieces, mesh = self.sharded.pieces, self.model.mesh
         rows = {id(parameter): row for row, parameter in enumerate(pieces.parameters())}
         chosen = [rows[id(segment.owner)] for segment in segments]
+        # A row for each parameter, also of those without a piece here: all ranks have to send the same shape.
         table = torch.zeros(len(rows), sums.shape[1], dtype=torch.float64)
         table[chosen] = sums
         if self.model.placement.shard_optimizer:
+            # Summed in the order of ranks, so that all of them get the same bits.
             table = torch.stack(mesh.shard_control.all_gather_small(table)).sum(dim=0)
         divided = [row for row, each in enumerate(pieces.parameters()) if pieces.part(each).dim is not None]
         if divided:  # the same on all tensor-parallel ranks

@@ -40,10 +40,12 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
             for index, state in local.items()
         }
         merged: dict[int, dict[str, Any]] = {}
+        # A rank may hold no piece of a parameter, and takes part in gathering its state all the same.
         for part in model.mesh.control.all_gather_objects(summary):
             for index, keys in part.items():
                 merged.setdefault(index, {}).update(keys)
         whole: dict[int, dict[str, Any]] = {index: {} for index in merged}
+        # Sorted, since each is a collective, and all ranks need the same order.
         for key, dtype in sorted({(k, d) for keys in merged.values() for k, (d, _) in keys.items() if d}, key=str):
             mine = {index: state[key] for index, state in local.items() if summary[index].get(key, ("",))[0]}
             flat = model.assemble(bucket, mine, getattr(torch, dtype))
@@ -72,6 +74,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
         ValueError: If no engine shards `param`.
     """
     _, bucket, index = _find(param)
+    # User code may have written to the full parameter since: that counts.
     bucket.follow_edits()
     piece = bucket.piece_of.get(index)
     value = None if piece is None else bucket.master.read(piece.offset, piece.offset + piece.numel)

@@ -151,6 +151,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
         return tensor
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of a dimension of size one says nothing: torch may give it any number.
         if size != 1 and stride != expected:
             break
         expected *= size
@@ -208,6 +209,7 @@ class AdamRule(UpdateRule):
         for segment in segments:
             if "exp_avg" not in segment.state:
                 _check_new(segment, "exp_avg")
+                # On the host and in float32, as torch's classes keep it, so that either takes the other's state.
                 segment.state["step"] = torch.tensor(0.0)
                 segment.state["exp_avg"] = _moment(segment)
                 segment.state["exp_avg_sq"] = _moment(segment)
@@ -219,7 +221,7 @@ class AdamRule(UpdateRule):
             _table(adam_rows(segments, scale)),
             decoupled=bool(segments[0].group.get("decoupled_weight_decay")),
             copies=_copies(segments),
-            check=False,
+            check=False,  # Segments fit by construction; kernels refuse what would touch other memory
         )
 
 
@@ -304,6 +306,7 @@ class SGDRule(UpdateRule):
         rows = []
         for segment in segments:
             group = segment.group
+            # The first momentum is the gradient itself, undamped, as torch has it; files of older torch may say None.
             fresh = moving and segment.state.get("momentum_buffer") is None
             if fresh:
                 segment.state["momentum_buffer"] = _moment(segment)
@@ -331,8 +334,10 @@ class LambRule(UpdateRule):
 
     def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
         """Take one step; `combine` is called once, also without any segment."""
+        # Norms of all first: no weight may change before the ratio of its whole parameter is known.
         parts = [(part, *self._direct(part, scale)) for part in _uniform(segments)]
         ordered = [segment for part, _, _ in parts for segment in part]
+        # Also without a segment: `combine` is a collective, for which other ranks may wait.
         sums = torch.cat([torch.zeros(0, 2, dtype=torch.float64), *(found for _, _, found in parts)])
         whole = sums if combine is None else combine(ordered, sums)
         for (part, hyper, _), norms in zip(parts, whole.split([len(part) for part, _, _ in parts]), strict=True):
@@ -374,6 +379,7 @@ def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: b
     A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
     With `fused` a rule is an implementation of `fused=True`, too.
     """
+    # Torch's by the exact class: a subclass may have a step of its own.
     rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
     if not isinstance(rule, UpdateRule):
         return None
@@ -507,6 +513,7 @@ class FusedOptimizer(Optimizer):
         if parameter.dtype not in _LOW:
             return Segment(group, in_memory_order(parameter), _ordered_as(parameter, gradient), state, parameter)
         if "master" not in state:
+            # In the parameter's memory order: the kernels go through the memory of both, one element after the other.
             state["master"] = parameter.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
         return Segment(
             group,
@@ -523,6 +530,7 @@ class FusedOptimizer(Optimizer):
 
         A group whose saved options say nothing of `bias_correction`, as those of `torch.optim`, keeps its own.
         """
+        # Taken before: torch replaces the groups by those of the file.
         before = [group.get("bias_correction") for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, corrected in zip(self.param_groups, before, strict=True):
@@ -534,9 +542,11 @@ class FusedOptimizer(Optimizer):
             if parameter.dtype in _LOW and number in state_dict["state"]:
                 for key, value in state_dict["state"][number].items():
                     if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+                        # Float16 becomes float32; bfloat16 may stay, since `moment_dtype` has it.
                         wide = value.to(parameter.device, torch.promote_types(value.dtype, torch.bfloat16), copy=True)
                         self.state[parameter][key] = wide
         for group in self.param_groups:
+            # A file of torch's may say capturable=True, which the next step would refuse.
             for option, value in _NOT_OURS.items():
                 group[option] = value
 

@@ -44,6 +44,7 @@ class GradientNorm:
 
         The formula is `torch.nn.utils.clip_grad_norm_`'s: max_norm / (norm + 1e-6), at most 1.
         """
+        # `min(1.0, nan)` is 1.0 in Python, which would hide the nan; torch's coefficient is nan.
         return min(1.0, max_norm / (self.value + 1e-6)) if not math.isnan(self.value) else math.nan
 
 
@@ -97,6 +98,7 @@ def global_norm(
     if math.isfinite(total):
         return GradientNorm(total ** (1.0 / norm_type), True)
     # finite numbers whose powers are not: as multiples of the largest
+    # All ranks come here together: total and flag are the same on each of them.
     largest, _ = _totals(shards, math.inf, groups, factors)
     parts = [
         (shard if isinstance(shard, Tensor) else shard.read()).detach().double() * (factor / largest)
@@ -117,12 +119,16 @@ def _totals(
     is_max = math.isinf(norm_type)
     sums, counts = _all_power_sums(shards, norm_type)
     scales = torch.tensor(factors, dtype=torch.float64).abs()
+    # A factor that is not finite makes all values of its part so.
     counts = counts + ~torch.isfinite(scales)
+    # Factors go into the sums, which saves a pass over the gradients.
     sums = sums * (scales if is_max else scales**norm_type)
     if look is not None:
         look(sums, counts)
+    # A rank may have no part, and torch refuses the maximum of nothing.
     total = sums.max() if is_max and len(sums) else sums.sum()
     found = torch.stack([total, counts.sum().double()])
+    # One axis of the mesh after the other: what one has added up is a rank's part on the next.
     for group in groups:
         values = torch.stack(group.all_gather_small(found, "the gradient norm"))
         summed = values.sum(dim=0)
@@ -138,6 +144,7 @@ def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, 
     for index, shard in enumerate(shards):
         if not isinstance(shard, OffloadedPart):
             continue
+        # The reduction has summed these on the way to the tier: nothing need be read again.
         if shard.powers is not None and shard.powers[0] == norm_type:
             sums[index] = shard.powers[1]
             nonfinite[index] = shard.powers[2]
@@ -166,6 +173,7 @@ def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Ten
     for index, shard in enumerate(shards):
         if shard.dtype in FLOATS and shard.is_contiguous():
             by_device.setdefault(shard.device, []).append(index)
+        # Torch refuses the maximum of nothing, and nothing adds nothing.
         elif shard.numel():
             others.setdefault(shard.device, []).append(index)
     for indices in others.values():
@@ -227,7 +235,9 @@ class OwnGradients:
         norm_type = norm_order(norm_type)  # before anybody expects it of gradients to come
         everywhere = list(self._places())
         for expecting in {gradients: None for gradients, _ in everywhere}:
+            # The norm is of the values that the step will use: a multiplication that rounds is carried out before.
             expecting.round_scales()
+            # The next reductions into a tier sum powers of this order on the way.
             expecting.expect_norm(norm_type)
         shards, factors, names = [], [], []
         for gradients, index, values, factor in self._each(everywhere if only is None else self._places(only)):
@@ -252,6 +262,7 @@ class OwnGradients:
     @torch.no_grad()
     def scale(self, factor: float, only: Container[int] | None = None) -> None:
         """Multiply the gradients; a fused step does it on its way."""
+        # A clip below its limit: no pass over memory.
         if factor == 1.0:
             return
         for gradients, indices in self._with_gradients(only).items():

@@ -40,6 +40,7 @@ class _Vector(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        # A rank may hold no element, and torch refuses the maximum of nothing.
         if func is Tensor.max and args[0].numel() == 0:
             found: Any = args[0].new_full((), -torch.inf)
         else:
@@ -47,8 +48,10 @@ class _Vector(Tensor):
         if func not in (Tensor.dot, Tensor.max, Tensor.sum):
             return found
         assert len(args) == (2 if func is Tensor.dot else 1) and not kwargs, "a reduction over all elements"
+        # In float64 and in the order of ranks: all get the same number, and so take the same branches.
         parts = torch.stack(cls.ranks.all_gather_small(torch.tensor([found.item()], dtype=torch.float64)))
         whole = parts.max() if func is Tensor.max else parts.sum()
+        # A plain tensor: the number is known to all ranks, and what torch does with it sends nothing.
         return torch.tensor(whole.item(), dtype=found.dtype, device=found.device)
 
 
@@ -64,6 +67,7 @@ class DistributedLBFGS:
     def __init__(self, optimizer: LBFGS, ranks: Communicator | None, everyone: Communicator) -> None:
         self._optimizer: Any = optimizer  # two private attributes of torch's class are used
         self._ranks, self._everyone = ranks, everyone
+        # A class for each optimizer: `__torch_function__` finds the ranks by nothing but its class.
         self._type: type[Tensor] = Tensor if ranks is None else type("_Vector", (_Vector,), {"ranks": ranks})
         self._whole: list[nn.Parameter] | None = None
         self._pieces: list[nn.Parameter] = []
@@ -87,6 +91,7 @@ class DistributedLBFGS:
             if key in state:
                 state[key] = [each.as_subclass(self._type) for each in state[key]]
         self._whole = optimizer._params
+        # Torch keeps the number of elements from its first step on, and pieces have another.
         optimizer._params, optimizer._numel_cache = self._pieces, None
         optimizer.state[self._pieces[0]] = state
 
@@ -166,6 +171,7 @@ def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = dict(parts[0])
     for state in states:
         if isinstance(state, dict):
+            # The loop below can then let each vector go as soon as it is joined.
             state.clear()
     for key in found:
         if key in _VECTORS or key.rpartition(".")[0] in _HISTORY:
@@ -214,6 +220,7 @@ class LbfgsStep(StepMethod):
                 "loss scaling calls step() without one)"
             )
         sharded.follow_assigned_state()
+        # While groups and state are still the user's, to whom the closure belongs; its gradients decide about the step.
         first = self._evaluate(closure)
         sharded.settle()
         parameters = list(pieces.parameters())
@@ -222,6 +229,7 @@ class LbfgsStep(StepMethod):
         own = [piece for parameter in parameters if (piece := pieces.of(parameter)) is not None]
         sharded.hide_state()
         self._lbfgs.begin(own, sharded.book.by_piece)
+        # Not before `begin` has put the pieces in, as `end` takes them out.
         self.running = True
         if sharded.skip_next:
             self._lbfgs.take_gradients({})  # torch's step ends where all are zero
@@ -231,6 +239,7 @@ class LbfgsStep(StepMethod):
         known = [first]
 
         def evaluate() -> Tensor:
+            # Torch's step evaluates before it changes anything: that has been done.
             if known:
                 return known.pop()
             sharded.show_new_values()
@@ -261,6 +270,7 @@ class LbfgsStep(StepMethod):
                 assert isinstance(gradient, Tensor), "gradients in tiers are refused"
                 found[piece] = gradient
         self._lbfgs.take_gradients(found)
+        # Torch's code moves the pieces next.
         self.model.invalidate_unsharded(self.changed, recorded=True)
 
     def end(self) -> None:

@@ -51,6 +51,7 @@ class LossScaler:
         if not finite:
             self.skipped += 1
             self._good_steps = -self.config.growth_delay
+            # Before the look at the minimum: an overflow that is tolerated ends no run.
             if self._until_lower > 1:
                 self._until_lower -= 1
                 return
@@ -117,7 +118,9 @@ class NonfiniteSteps:
             finite: Whether all gradients of all ranks are finite.
         """
         for sharded, counts in looked_at:
+            # A norm of some of its parameters tells nothing of the others.
             if only is None or all(id(parameter) in only for parameter in sharded.parameters()):
+                # `finite` is agreed, so all ranks exchange names here, or none does.
                 found = {} if finite else self._named(counts)
                 self._known[id(sharded)] = (self._model.reducer.reductions, found)
 
@@ -134,6 +137,7 @@ class NonfiniteSteps:
         if self.choice == IGNORE:
             return False
         reduction, found = self._known.get(id(sharded), (-1, {}))
+        # A norm from before the last reduction was of other gradients.
         if reduction != self._model.reducer.reductions:
             found = self._look(sharded)
         if not found:
@@ -153,6 +157,7 @@ class NonfiniteSteps:
         return True
 
     def _look(self, sharded: ShardedOptimizer) -> dict[str, list[int]]:
+        # The largest magnitude: one pass tells, as finite numbers cannot overflow in it.
         shards, factors, names = sharded.gradients.shards(math.inf)
         seen: list[Tensor] = []
         groups = self._model.norm_groups

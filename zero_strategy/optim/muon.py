@@ -114,6 +114,7 @@ def newton_schulz(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
         group: Has `ns_coefficients` (a, b, c), `ns_steps` and `eps`.
     """
     a, b, c = group["ns_coefficients"]
+    # Rows are the shorter side, which makes the smaller product; calls are those of torch's Muon, for its bits.
     x = _wide(matrix).div_(matrix.norm().clamp(min=group["eps"]))
     for _ in range(group["ns_steps"]):
         gram = x @ x.T
@@ -162,6 +163,7 @@ def direction(gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> T
     """Update the momentum; returns what Newton-Schulz takes, in memory of its own. Of all elements or some."""
     momentum.lerp_(gradient, 1 - group["momentum"])
     found = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    # Without Nesterov it is the momentum itself, in whose memory Newton-Schulz must not work.
     return found.to(newton_schulz_dtype(group), copy=not group["nesterov"])
 
 
@@ -176,6 +178,7 @@ def _adjusted(lr: float, function: str | None, shape: Sequence[int]) -> float:
     rows, columns = shape[:2]
     if function is None or function == "original":
         return lr * math.sqrt(max(1, rows / columns))
+    # 0.2 brings the root mean square of updates to that of AdamW's, after Liu et al.
     return lr * (0.2 * math.sqrt(max(rows, columns)))
 
 
@@ -207,6 +210,7 @@ class MuonAdamW(Optimizer):
         if ns_dtype not in ("bfloat16", "float32"):
             raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', not {ns_dtype!r}")
         self._adamw = torch.optim.AdamW(split.others, **(adamw or {}))
+        # Made for its options alone, which its constructor checks.
         matrices = torch.optim.Muon(split.matrices, **(muon or {})).param_groups[0]
         groups = [{**matrices, "use_muon": True, "ns_dtype": ns_dtype}, {**self._adamw.param_groups[0]}]
         groups[1]["use_muon"] = False
@@ -228,6 +232,7 @@ class MuonAdamW(Optimizer):
                     found = direction(parameter.grad, state[MOMENTUM], group)
                     change(parameter, newton_schulz(found, group), group, parameter.shape)
         adamw = self.adamw
+        # One state for both, so that a state dict has AdamW's moments, too.
         adamw.state = self.state
         adamw.step()
         return loss
@@ -235,6 +240,7 @@ class MuonAdamW(Optimizer):
     @property
     def adamw(self) -> Optimizer:
         """AdamW of the present groups of other parameters."""
+        # At each use: `load_state_dict` puts other groups in the place of these.
         self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
         return self._adamw
 

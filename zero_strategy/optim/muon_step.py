@@ -44,8 +44,10 @@ class MuonStep(ElementwiseStep):
         others = self.optimizer.adamw if isinstance(self.optimizer, MuonAdamW) else self.optimizer
         self.rule, groups = self._rule_of(others), muon_groups(self.optimizer)
         self.by_hand = set(map(id, groups)) if self.rule is None else None
+        # Now, while the groups list the module's parameters.
         self._matrices = self._orthogonaliser.matrices(groups, [group["params"] for group in groups])
         self._note_rule()
+        # Matrices go by rounds, not by buckets, so recorders are told of all before the first.
         self.records_itself = False
 
     def take(self, scale: float) -> None:
@@ -91,6 +93,7 @@ class Directions(UpdateRule):
 
     def take(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
         """The direction of a parameter's elements, once."""
+        # Parts came in the order of chunks, which is that of elements; taken out, so that their memory goes.
         return torch.cat([part.to(device) for part in self._found.pop(id(parameter))])
 
 
@@ -123,4 +126,5 @@ class MuonParts(UpdateRule):
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
+    # Groups of torch's own class have no mark, but options that AdamW has not.
     return bool(group.get("use_muon", "ns_steps" in group))

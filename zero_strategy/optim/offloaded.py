@@ -78,6 +78,7 @@ class OffloadedStep(PieceStep):
         super().__init__(sharded)
         optimizer, model, store = self.optimizer, self.model, self.model.optimizer_store
         assert store is not None
+        # All groups by hand: torch's own code would find state, and maybe pieces, without values.
         self.by_hand, self._store, self._needs_whole = None, store, False
         self._asserted = list(model.config.elementwise_optimizers)
         self._muon = Orthogonaliser(model) if muon_groups(optimizer) else None
@@ -88,6 +89,7 @@ class OffloadedStep(PieceStep):
         self.opaque_state = why_opaque(optimizer, model) if self._muon is None else ""
         rule = self._find_rule()
         self._vectors: dict[int, dict[str, OffloadedVector]] = {}
+        # Keeps names of vectors apart: another optimizer may have parameters in the same buckets.
         self._number = store.new_number()
         self._rule = self._check(rule)
         self._step = StreamedStep(store)
@@ -154,10 +156,12 @@ class OffloadedStep(PieceStep):
         Raises:
             ValueError, OSError, RuntimeError: As for making one.
         """
+        # In each step: options of groups may have changed, parameters been unfrozen and groups added.
         self._rule = self._check(self._find_rule())
         self.reserve()
         if self._muon is not None:
             groups = muon_groups(self.optimizer)
+            # Now, while the groups list the module's parameters.
             self._matrices = self._muon.matrices(groups, [group["params"] for group in groups])
 
     def gradients_of(self, row: Row) -> dict[int, tuple[Shard, float]]:
@@ -189,6 +193,7 @@ class OffloadedStep(PieceStep):
                     )
                 if made is None:
                     wanted[name], places[name] = spec, (id(bucket), key)
+        # `_trained` is alike on all ranks, so all of them want vectors or none; only the room may be missing on one.
         made_now = together(self.model.mesh.control, lambda: self._store.add(wanted)) if wanted else {}
         for name, vector in made_now.items():
             identity, key = places[name]
@@ -214,6 +219,7 @@ class OffloadedStep(PieceStep):
         vectors = self._vectors
         if self._muon is not None and self._momenta is not None:
             updates = self._orthogonal(updates, scale, self._muon, self._momenta)
+            # The first pass has updated the momenta: the second one neither reads nor writes them.
             vectors = {key: _without(each, [MOMENTUM]) for key, each in vectors.items()}
         self._step.run(self._rule, updates, vectors, scale)
 
@@ -232,6 +238,7 @@ class OffloadedStep(PieceStep):
             lambda matrix, values: found.update({id(matrix.parameter): values}),
         )
         return [
+            # The factor went into the momenta, which are all the state that Muon has.
             replace(update, gradient=found.get(id(update.parameter), torch.empty(0)), factor=1.0, state={})
             if id(update.group) in muon
             else update
@@ -240,6 +247,7 @@ class OffloadedStep(PieceStep):
 
     def reduction_begins(self) -> None:
         """A backward begins: read what the next step begins with beside it."""
+        # Muon's step begins with the pass over momenta.
         (self._momenta or self._step).read_ahead()
 
     def offloaded_vectors(self) -> Iterator[tuple[ParameterBucket, OffloadedVector]]:
@@ -255,6 +263,7 @@ class OffloadedStep(PieceStep):
 
     def close(self) -> None:
         """Give the room back; the states are lost."""
+        # Before the room goes: reads and writes of a pass may be under way in it.
         self._step.close()
         if self._momenta is not None:
             self._momenta.close()

@@ -78,6 +78,7 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
     """
     if isinstance(optimizer, FusedOptimizer):
         return  # LAMB's norms are added up over pieces
+    # Before declared names count: nobody's word makes blocks of pieces the blocks of the whole.
     if not whole and (few := _in_blocks(optimizer)):
         name = type(optimizer).__name__
         raise TypeError(
@@ -93,6 +94,7 @@ def check_elementwise(optimizer: Optimizer, asserted: Sequence[str] = (), *, who
             # Unwrapped: torch puts a profiling wrapper around `step` of whichever class is made first.
             if inspect.unwrap(type(optimizer).step) is inspect.unwrap(getattr(cls, "step")):  # noqa: B009
                 return
+            # A subclass with a step of its own is tried as any other class is.
             break
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -155,6 +157,7 @@ def why_not_elementwise(optimizer: Optimizer, *, vectors: bool = False) -> str |
         groups = [each for each in groups if each.get("use_muon", True) and not each.get("elementwise")]
     kind = "vector" if vectors else "matrix"
     differ = [sorted((k, repr(v)) for k, v in group.items() if k not in ("params", *_RATES)) for group in groups]
+    # Groups that differ in rates alone are tried once.
     distinct = dict(zip(map(repr, differ), groups, strict=True))
     devices = [parameter.device for group in groups for parameter in group["params"]]
     device = next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
@@ -191,6 +194,7 @@ def _try_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device
     if not changed > _TOLERANCE:
         return f"it was tried on a small {kind}, and {_STEPS} steps changed no element by more than {_TOLERANCE:g}"
     apart = (torch.cat(pieces) - whole).abs()
+    # Each step rounds at the size of the values, however little it changes them: the bound allows for both.
     worst, rounding = int(apart.argmax()), 4 * torch.finfo(torch.float32).eps * float(whole.abs().max())
     if bool(torch.isfinite(apart).all()) and float(apart[worst]) <= _TOLERANCE * changed + rounding:
         return None
@@ -213,6 +217,7 @@ def _tried(
     part = nn.Parameter(values.clone().view(shape or (-1,)).to(device))
     held = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     made: Any = type(optimizer).__new__(type(optimizer))
+    # Attributes that refer to the optimizer or its parameters refer to the copy and its one parameter then.
     memo: dict[int, Any] = {id(optimizer): made} | {id(parameter): part for parameter in held}
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -282,6 +287,7 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
             if not (whole and model.placement.shard_optimizer) or bucket.whole or not parameter.requires_grad:
                 continue
             if parameter.dim() == 1 and parameter.numel() > 1 and model.mesh.shard_size > 1:
+                # Tried once for all vectors of the optimizer.
                 if reason is None:
                     reason = why_not_elementwise(optimizer, vectors=True) or ""
                 if reason:

@@ -52,6 +52,7 @@ class Matrix:
     def cost(self) -> int:
         """Multiplications of a step of Newton-Schulz."""
         short, long = sorted(self.shape)
+        # Of an iteration: the product with the transpose, its square, and the product with the matrix.
         return short * short * (2 * long + short)
 
 
@@ -63,6 +64,7 @@ def owners(matrices: Sequence[Matrix], ranks: int) -> list[int]:
     """
     found, loads = [0] * len(matrices), [0] * ranks
     most = _SHARE * sum(matrix.cost for matrix in matrices) / ranks
+    # Positions break ties, so that all ranks find the same owners without a message.
     for position in sorted(range(len(matrices)), key=lambda position: (-matrices[position].cost, position)):
         matrix = matrices[position]
         by_held = sorted(range(ranks), key=lambda rank: (-matrix.held[rank], loads[rank], rank))
@@ -88,6 +90,7 @@ def rounds(matrices: Sequence[Matrix], owned_by: Sequence[int], ranks: int) -> l
     found: list[list[int]] = [[] for _ in range(count)]
     for position in sorted(range(len(matrices)), key=lambda position: (-matrices[position].cost, position)):
         owner, cost = owned_by[position], matrices[position].cost
+        # The middle of its cost counts, on the scale of the busiest owner, so that owners reach a round's end together.
         found[min(count - 1, (done[owner] + cost // 2) * count // max(loads))].append(position)
         done[owner] += cost
     return [one for one in found if one]
@@ -176,12 +179,15 @@ class Orthogonaliser:
         """
         begun: _Round | None = None
         leaving: _Round | None = None
+        # The empty round lets the last one out.
         for places in [*self._plan(matrices), []]:
             one = [(matrices[position], owner) for position, owner in places]
+            # Begun before the arithmetic of the round at hand, beside which directions then arrive.
             before, begun = begun, self._begin(one, take) if one else None
             if before is not None:
                 before.work.wait()
                 last, leaving = leaving, self._orthogonalise(before)
+                # After that arithmetic, beside which the updates of the round before have travelled.
                 if last is not None:
                     self._end(last, give)
         if leaving is not None:
@@ -189,6 +195,7 @@ class Orthogonaliser:
 
     def _plan(self, matrices: Sequence[Matrix]) -> list[list[tuple[int, int]]]:
         """Rounds of positions of matrices with their owners."""
+        # Matrices with a gradient may be others from step to step.
         key = tuple(id(matrix.parameter) for matrix in matrices)
         if self._planned is None or self._planned[0] != key:
             owned_by = owners(matrices, self._ranks)
@@ -213,6 +220,7 @@ class Orthogonaliser:
         for matrix, owner in one:
             for other in ranks:
                 sums[owner, other] += matrix.held[other] * (owner != other)
+        # From the plan, not from this rank's own messages: all ranks have to name the same number.
         most = max(sums.values())
         work = self._group.all_to_all(outgoing, arriving, most, "directions of matrices")
         return _Round(one, own, arriving, most, work)

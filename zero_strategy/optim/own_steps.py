@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero_strategy.optim.fused import Combine, Segment, UpdateRule
 from zero_strategy.optim.muon import MOMENTUM, MuonAdamW, muon_groups
 
+# Elements of a trial; states with a value per element are told from others by this length.
 _TRIAL_NUMEL = 3
 
 
@@ -101,6 +102,7 @@ class OwnSteps(UpdateRule):
     def _step(self, segments: Sequence[Segment]) -> None:
         """Let the class's own code step on these; nobody's hooks are called."""
         groups: dict[int, dict[str, Any]] = {}
+        # Not by its constructor, whose arguments nobody has kept.
         stand_in = type(self._optimizer).__new__(type(self._optimizer))
         stand_in.__dict__.update(self._optimizer.__dict__)
         states: defaultdict[Any, Any] = defaultdict(dict)
@@ -114,12 +116,14 @@ class OwnSteps(UpdateRule):
         stand_in.__dict__.update(
             state=states,
             param_groups=list(groups.values()),
+            # Unwrapping below leaves out the hooks around `step`, not those around a `super().step()` within.
             _optimizer_step_pre_hooks=OrderedDict(),
             _optimizer_step_post_hooks=OrderedDict(),
         )
         with torch.no_grad():
             inspect.unwrap(type(self._optimizer).step)(stand_in)
         for part, segment in zip(parts, segments, strict=True):
+            # The class may have put a dict of its own in the place of the given one.
             if states[part] is not segment.state:
                 segment.state.clear()
                 segment.state.update(states[part])
@@ -134,6 +138,7 @@ def state_after_steps(optimizer: Optimizer, begins_with: dict[str, Any], group: 
         group: One of its param groups.
     """
     if any(group is each for each in muon_groups(optimizer)):
+        # Not tried: Muon refuses all but matrices.
         return {MOMENTUM: torch.zeros(1)}
     return OwnSteps(optimizer.adamw if isinstance(optimizer, MuonAdamW) else optimizer, begins_with).form(group)
 
@@ -160,6 +165,7 @@ def _trial_value(value: Tensor, parameter_dtype: torch.dtype) -> Tensor:
 def _scaled(segment: Segment, scale: float) -> Segment:
     """The segment with its gradient multiplied, in memory of its own, of the parameter's dtype."""
     gradient = segment.grad
+    # One after the other: a product of both could round otherwise.
     for factor in (segment.scale, scale):
         if factor != 1.0:
             gradient = gradient * factor
@@ -169,6 +175,7 @@ def _scaled(segment: Segment, scale: float) -> Segment:
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    # A trial may write to these tensors: options are the user's, and the sample of a state serves again.
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 

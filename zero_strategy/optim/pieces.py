@@ -102,6 +102,7 @@ class Pieces:
         """This rank's piece of a parameter; None if it has no element of it."""
         known = self._known.get(id(parameter))
         bucket, index = self.bucket_and_index(parameter)
+        # A storage that moves is replaced by another object, so the same one means the same address.
         if known is not None and known[2] is bucket.master:
             return known[0]
         cut = bucket.piece_of.get(index)
@@ -109,6 +110,7 @@ class Pieces:
             return None
         piece = None if known is None else known[0]
         values = self._values_of(bucket, index, cut) if bucket.master.tensor is not None else None
+        # Masters in a tier have no address: the piece is kept as long as size and dtype are, for state to belong to.
         if values is None:
             if piece is None or piece.numel() != cut.numel or piece.dtype != bucket.master.dtype:
                 piece = nn.Parameter(self._stand_in(bucket, index, cut))
@@ -121,11 +123,13 @@ class Pieces:
         """A view of the master weights; in the parameter's shape if all of it is here."""
         view = bucket.master.values[cut.offset : cut.offset + cut.numel]
         shape = bucket.layout.segments[index].shape
+        # A parameter of shape () stays a vector of one element, whose state can be told from plain numbers.
         return view.view(shape) if shape and (bucket.whole or not bucket.placement.shard_optimizer) else view
 
     def _stand_in(self, bucket: ParameterBucket, index: int, cut: Piece) -> Tensor:
         """A tensor of a piece's shape and dtype without memory of its own, for state to belong to."""
         dtype, shape = bucket.master.dtype, bucket.layout.segments[index].shape
+        # NaN, so that arithmetic on it by mistake shows.
         nothing = self._nothing.setdefault(dtype, torch.full((1,), float("nan"), dtype=dtype)).expand(cut.numel)
         if not bucket.placement.shard_optimizer and shape:
             return nothing.view(shape) if cut.numel else torch.empty(shape)
@@ -184,6 +188,7 @@ class Pieces:
 
     def follow_masters(self) -> None:
         """Master weights lie elsewhere: pieces stay the same objects, to which the state belongs."""
+        # Rows hold views of the former memory, which could not go.
         self._rows, self._rows_are_of = [], None
         for parameter in self.parameters():
             place, known = self._model.place(parameter), self._known.get(id(parameter))

@@ -38,6 +38,8 @@ from zero_strategy.optim.state_mapping import EditLog, StateMapping
 from zero_strategy.optim.step_method import StepMethod
 from zero_strategy.runtime.torch_private import without_grad
 
+# The order matters: `LbfgsStep` refuses tiers by name, `OffloadedStep` has steps of Muon of its own, and `MatrixStep`
+# would take all of Muon, so that `MuonStep` is asked before.
 METHODS: tuple[type[StepMethod], ...] = (LbfgsStep, OffloadedStep, MuonStep, MatrixStep, ElementwiseStep)
 """Ways to take steps, in the order in which they are asked for an optimizer; the last takes every one."""
 
@@ -77,10 +79,12 @@ class ShardedOptimizer:
         self.stopped_by = ""
         self._recorded: list[ParameterBucket] = []
         self.pieces = Pieces(optimizer, model)
+        # First of all: a parameter that is not the model's has no bucket, on which all that follows relies.
         self.pieces.check()
         self.edits = EditLog()
         self.book = StateBook(self, self._sample_state)
         self._mapping = StateMapping(self)
+        # Torch's own mapping is kept for the steps: it makes an entry for a piece that has none.
         self._in_steps = optimizer.state
         self._shown = self._detached = False
         self.gradients = OwnGradients(model, self.parameters)
@@ -90,6 +94,7 @@ class ShardedOptimizer:
         self._method.check_groups()
         self._divide_existing_state()
         self.show_state()
+        # Last, so that an optimizer that is refused above is left without a hook.
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -114,6 +119,7 @@ class ShardedOptimizer:
 
     def _divide_existing_state(self) -> None:
         existing = dict(self.optimizer.state)
+        # It is `_in_steps`, which is empty between steps.
         self.optimizer.state.clear()
         self.book.by_piece.update({key: existing.pop(key) for key in list(existing) if not isinstance(key, Tensor)})
         for parameter, values in self._method.split_state(existing).items():
@@ -143,9 +149,11 @@ class ShardedOptimizer:
     def end_step(self) -> None:
         """After torch's `step()`: the module's parameters are back in the groups, and whole where they have to be."""
         self._method.end()
+        # For one step only: the next one has other gradients.
         self.skipped, self.skip_next = self.skip_next, False
         if not self.skipped:
             self.show_new_values()
+            # After new values are shown: torch's own code has changed master weights alone until then.
             self.record_after()
 
     def settle(self) -> None:
@@ -153,6 +161,7 @@ class ShardedOptimizer:
         self.model.reducer.settle()
         self.pieces.check()
         self._method.check_groups()
+        # Last, since it looks at reduced gradients, those that `no_sync` kept back among them.
         self.skip_next = self._declines(self) or self.skip_next
 
     def show_new_values(self) -> None:
@@ -161,8 +170,10 @@ class ShardedOptimizer:
         self.model.show_step(changed, copied=self._method.copied)
         # A backward through old values is noticed.
         torch.autograd.graph.increment_version(self._method.changed_parameters)
+        # Once versions have moved: writes of the user are told by these, and the step's own are none.
         for bucket in changed:
             bucket.writes.note()
+        # Stage 3: what is held whole is gathered anew, from slices that have the new values by now.
         self.model.forget_unsharded(changed)
 
     def record_before(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -174,6 +185,7 @@ class ShardedOptimizer:
     def record_after(self) -> None:
         """Let them look at what has changed since."""
         recorded, self._recorded = self._recorded, []
+        # Nothing is left to tell after a skipped step, or one that has recorded bucket by bucket.
         for recorder in self.model.recorders if recorded else ():
             recorder.after(recorded)
 
@@ -187,6 +199,7 @@ class ShardedOptimizer:
         self.stopped_by = ""
         if self._method.running:
             self._method.end()
+        # LBFGS hides state before it is `running`; an error in between leaves it hidden.
         elif not self._shown and not self._detached:
             self.show_state()
 
@@ -218,6 +231,7 @@ class ShardedOptimizer:
             ValueError: If it has values that cannot be divided.
         """
         if self._shown and (given := self.optimizer.state) is not self._mapping:
+            # First: `replace` asks for the book, which would look for an assignment again, without end.
             self.show_state()
             self._mapping.replace(given)
 
@@ -242,6 +256,7 @@ class ShardedOptimizer:
         """Keep what torch's code has left as state by piece, and let the user have it by parameter."""
         self._in_steps = self.optimizer.state  # it may have made another
         self.book.by_piece = dict(self._in_steps)
+        # Emptied, not dropped: the next step and `whole_state` borrow it again.
         self._in_steps.clear()
         self.show_state()
 
@@ -257,10 +272,12 @@ class ShardedOptimizer:
 
     def _sample_state(self, group: dict[str, Any]) -> dict[str, Any]:
         """The state that steps make for a few elements of a param group."""
+        # Not empty, as a parameter that others have stepped on counts as one that has state.
         return {"": Unknown("another rank holds it")} if self.opaque_state else self._method.sample_state(group)
 
     def clear_state(self) -> None:
         """Drop all state, for what all ranks load together."""
+        # An assignment that was noticed only afterwards would bring state back.
         self.follow_assigned_state()
         self.book.clear()
         self.edits.forget()
@@ -341,6 +358,7 @@ class ShardedOptimizer:
             ValueError: If its param groups do not fit (torch's own message).
         """
         self.optimizer.load_state_dict({**state_dict, "state": {}})  # torch would cast and move whole moments
+        # Torch has put an empty dict there, which is no assignment of the user's.
         self.show_state()
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         self.clear_state()
@@ -376,10 +394,11 @@ class ShardedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        # Torch's own mapping is the optimizer's state again, and empty.
         self.hide_state()
         self._detached = True
         self.book.clear()
-        self._method.close()
+        self._method.close()  # Last: values in the book may lie in the tier's room
 
     @contextmanager
     def whole_state(self, states: dict[int, dict[str, Any]]) -> Iterator[None]:
@@ -397,6 +416,7 @@ class ShardedOptimizer:
             self.show_state()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
+        # In `whole_state` it is hidden: there the engine itself asks, for a state that is whole.
         if self._shown and self.state_book().any():
             raise RuntimeError(
                 f"{type(optimizer).__name__}.state_dict() would hand out an empty state: this rank holds only its "
@@ -404,6 +424,7 @@ class ShardedOptimizer:
             )
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        # Groups alone may pass: `load_whole` hands torch these, and divides the state itself.
         if state_dict.get("state"):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.load_state_dict() cannot divide a whole state among ranks: call "

@@ -125,6 +125,7 @@ class ShardedValue(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func in _LEAVING:
             raise next(_sharded(args))._refuse(getattr(func, "__name__", str(func)))
+        # Else torch would make results this class, without a place and values.
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -135,15 +136,18 @@ class ShardedValue(Tensor):
         kwargs = kwargs or {}
         first, packet = next(_sharded((args, kwargs))), packet_of(func)
         if packet in _NEW:
+            # The shape without its memory.
             like = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
             return func(like, *args[1:], **kwargs)
         if packet in _SAME:
             return ShardedValue(first.place, first.local, first.label, first.written)
         writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in _arguments(func)]
         is_elementwise = packet in _ELEMENTWISE or torch.Tag.pointwise in func.tags or op_name(func) == "_to_copy"
+        # Random numbers for some elements are not those that the whole would get.
         if torch.Tag.nondeterministic_seeded in func.tags or not is_elementwise or any(writes[1:]):
             raise first._refuse(op_name(func))
         target = args[0] if writes[0] else None
+        # A plain target would need the elements of other ranks.
         if target is not None and not isinstance(target, ShardedValue):
             raise first._refuse(op_name(func))
         own = first.local_values()
@@ -154,6 +158,7 @@ class ShardedValue(Tensor):
         if target.written is not None:
             numbers = [str(each) for each in args[1:] if not isinstance(each, Tensor)]
             target.written(f"{op_name(func)}({', '.join(numbers)})")
+        # After `written`, which raises if the values are not the optimizer's any more.
         if isinstance(target.local, OffloadedPart):
             target.local.write(mine[0])
         return target

@@ -136,6 +136,7 @@ class StateBook:
                 elif key == STEP:
                     values[key] = value + steps
                 elif not isinstance(value, Tensor) or value.dim() == 0:
+                    # Only of the step's number is it known how steps change it.
                     values[key] = Unknown("another rank holds it")
         return values
 

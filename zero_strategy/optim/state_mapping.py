@@ -47,6 +47,7 @@ class EditLog:
     def note(self, text: str) -> None:
         """Note a change, in words that are the same on all ranks that make it."""
         self.count += 1
+        # Not Python's hash, which differs for strings from process to process.
         self.digest = crc32(text.encode(), self.digest)
         self._last.append(text)
 
@@ -155,11 +156,13 @@ class StateMapping(MutableMapping[Any, Any]):
         parameter = self._checked(key)
         if not isinstance(values, Mapping):
             raise TypeError(f"{self._name(parameter)} takes a dict of values by key, not {type(values).__name__}")
+        # The new values are made first: if one is refused, the former state stays.
         before = book.values_of(parameter)
         if isinstance(values, StateEntry) and values.of(parameter):  # what it has, or what it had and was dropped
             new = values.complete()
         else:
             new = StateEntry(self._owner, parameter, {}).filled(values)
+        # LBFGS's vectors are over all parameters: all of them can be dropped, and no part of them be set.
         if self._owner.joint_state:
             book.clear()
         elif new is not before:
@@ -182,6 +185,7 @@ class StateMapping(MutableMapping[Any, Any]):
         values = self._drop(key)
         if not isinstance(key, Tensor):
             return values
+        # Read before the tier's room is used again.
         values.update({k: v.read() for k, v in values.items() if isinstance(v, OffloadedPart)})
         return StateEntry(self._owner, self._checked(key), values)
 
@@ -216,6 +220,7 @@ class StateMapping(MutableMapping[Any, Any]):
         if not isinstance(given, Mapping):
             raise TypeError(f"optimizer.state takes a mapping by parameter, not {type(given).__name__}")
         kept, book = dict(given.items()), self._owner.state_book()
+        # By identity: `==` of tensors compares their elements.
         wanted = {id(key) for key in kept}
         for key in [key for key in self if id(key) not in wanted]:
             del self[key]

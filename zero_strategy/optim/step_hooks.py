@@ -40,6 +40,7 @@ class StepHooks:
         self._begin, self._end = begin, end
         self._running: FrameType | None = None
         before, after = step_hooks_of(optimizer)
+        # An engine before this one has left its tables, which serve again: each new pair would be one more around them.
         self._before = before if isinstance(before, _HooksBefore) else _HooksBefore(before)
         self._after = after if isinstance(after, _HooksAfter) else _HooksAfter(after)
         self._before.engine = self._after.engine = self
@@ -65,17 +66,21 @@ class StepHooks:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin the engine's step; torch calls it."""
+        # The frame of torch's wrapper: it is gone when this `step()` is, also by an exception.
         self._running = sys._getframe(1)
         return self._begin(optimizer, args, kwargs)
 
     def end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """End the engine's step, where it is the outermost `step()` that ends; torch calls it."""
+        # The wrapper of a `super().step()` inside of the outer one has a frame of its own.
         if sys._getframe(1) is self._running:
+            # Before `_end`, which may raise: a frame that is kept keeps all of its locals alive.
             self._running = None
             self._end(optimizer, args, kwargs)
 
     def remove(self) -> None:
         """Leave the optimizer with the user's hooks alone."""
+        # The tables stay in the optimizer, since handles that were given out may point to them.
         self._before.engine = self._after.engine = self._running = None
 
 
@@ -127,6 +132,7 @@ class _HooksBefore(_Hooks):
     """Pre hooks: the user's, then the engine's; none in a step within a step."""
 
     def in_order(self) -> Iterator[Hook]:
+        # The groups list pieces by now, which are not for the user's hooks to see.
         if self.engine is not None and self.engine.running:
             return
         yield from self._users.values()
@@ -140,5 +146,6 @@ class _HooksAfter(_Hooks):
     def in_order(self) -> Iterator[Hook]:
         if self.engine is not None:
             yield self.engine.end
+        # Asked after `end`, which ends the outermost step alone: behind an inner one no hook of the user's is due.
         if self.engine is None or self.engine.over:
             yield from self._users.values()

@@ -100,6 +100,7 @@ class StepMethod(ABC):
         self.sharded, self.optimizer, self.model = sharded, sharded.optimizer, sharded.model
         self.changed: list[ParameterBucket] = []
         self.changed_parameters: list[nn.Parameter] = []
+        # Taken now: a moment later the state is divided, and has no whole value to take a sample from.
         self.begins_with = trial_state(sharded.optimizer)
 
     @classmethod
@@ -199,18 +200,24 @@ class PieceStep(StepMethod):
     @without_grad  # once, not in each of the many calls below
     def _begin(self, scale: float) -> None:
         sharded = self.sharded
+        # First, as long as `optimizer.state` is the user's: `hide_state` puts torch's own mapping in its place.
         sharded.follow_assigned_state()
+        # All that may refuse the step comes before the groups list pieces: an error leaves groups and values alone.
         sharded.settle()
         self.prepare()
         self._list_pieces()
+        # Pieces are listed all the same, without gradients: torch's `step()` runs in any case, and finds nothing to do.
         if sharded.skip_next:
             return
+        # Recorders copy former values, which `take` overwrites; a rule that goes bucket by bucket tells them itself.
         if not self.records_itself:
             sharded.record_before(self.changed)
+        # Waits for the gather of the step before, which may still be sending the values that `take` changes.
         self.model.invalidate_unsharded(self.changed, recorded=True)
         try:
             self.take(scale)
         except Exception as error:
+            # Some values may have changed and others not; the watchdog tells waiting ranks the cause by these words.
             sharded.stopped_by = f"{type(error).__name__}: {error}"
             raise
 
@@ -221,6 +228,7 @@ class PieceStep(StepMethod):
         self.updates, self.changed_parameters = [], []
         changed: dict[int, ParameterBucket] = {}
         gradients: dict[int, dict[int, tuple[Shard, float]]] = {}
+        # Both before the first group changes: `end` then puts all groups back, also after an error half-way.
         sharded.pieces.full, self.running = [group["params"] for group in groups], True
         states = sharded.hide_state()
         states.update(sharded.book.by_piece)
@@ -228,6 +236,7 @@ class PieceStep(StepMethod):
             by_hand = self.by_hand is None or id(group) in self.by_hand
             for row in of_group:
                 bucket, piece = row.bucket, row.piece
+                # Ranks agree on `live`: each publishes the same buckets afterwards, also one that has no piece of them.
                 if row.index in row.gradients.live:
                     self.changed_parameters.append(row.parameter)
                     changed[id(bucket)] = bucket
@@ -237,6 +246,7 @@ class PieceStep(StepMethod):
                             entry.steps += 1
                 if piece is None or row.cut is None or skips:
                     continue
+                # Once per bucket, whose gradients are split by one call of torch.
                 if id(bucket) not in gradients:
                     gradients[id(bucket)] = self.gradients_of(row)
                 found = gradients[id(bucket)].get(row.index)
@@ -248,6 +258,7 @@ class PieceStep(StepMethod):
                     self.updates.append(Update(group, row, piece, row.cut, gradient, factor, state))
                 else:
                     assert isinstance(gradient, Tensor), "what is in tiers is updated by a rule"
+                    # Torch refuses a gradient whose dtype or shape is not that of its parameter.
                     piece.grad = gradient.to(piece.dtype).view(piece.shape)
             group["params"] = [row.piece for row in of_group if row.piece is not None]
         self.changed = list(changed.values())
@@ -263,6 +274,7 @@ class PieceStep(StepMethod):
         assert pieces.full is not None
         for group, full in zip(self.optimizer.param_groups, pieces.full, strict=False):
             for piece in group["params"]:
+                # The piece stays: a later step that is skipped would use the gradient, and its memory could not go.
                 piece.grad = None
             group["params"] = full
         pieces.full = None
@@ -278,7 +290,7 @@ def run_closure_first(args: Any, kwargs: Any) -> Any:
     closure = closure_in(args, kwargs)
     if closure is None:
         return None
-    with torch.enable_grad():
+    with torch.enable_grad():  # As torch's own steps do, whatever mode the caller is in
         loss = closure()
     return with_closure(args, kwargs, lambda: loss)
 

@@ -37,7 +37,9 @@ from zero_strategy.optim.fused import Segment, UpdateRule
 from zero_strategy.optim.pieces import Row
 from zero_strategy.runtime.host_threads import share_of_cores
 
+# Bytes: each tensor of a room begins at a cache line, and so at a multiple of its elements' size.
 _ALIGNMENT = 64
+# One chunk is used while the next one arrives, or leaves.
 _ROOMS = 2
 
 
@@ -90,6 +92,7 @@ class StepCopies:
     def begin(self, wanted: Sequence[Sequence[Tensor]]) -> None:
         """Before a step: flat tensors of the device that its chunks will ask for, chunk by chunk, in this order."""
         self._wanted, self._arriving, self._taken = list(wanted), [], 0
+        # The first chunk comes down while its state may still be on its way from the tier.
         self._fetch_until(1)
 
     def take(self) -> list[Tensor]:
@@ -98,6 +101,8 @@ class StepCopies:
         self._fetch_until(number + 1)
         for landing in self._down[number % _ROOMS].landings:
             landing.on_host()
+        # The next one takes the room of the chunk before, which has been updated by now, and comes down beside this
+        # one's update.
         self._fetch_until(number + 2)
         return self._arriving[number]
 
@@ -110,6 +115,7 @@ class StepCopies:
 
     def new_weights(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Host memory for a chunk's new weights, to be given with `give`."""
+        # The rooms take turns: `tensors` waits for what was given two chunks ago, and not for the last one.
         self._given += 1
         return self._up[self._given % _ROOMS].tensors(like, self._pinned)
 
@@ -123,7 +129,7 @@ class StepCopies:
         self._wanted, self._arriving = [], []
         for room in self._up:
             for landing in room.landings:
-                landing.on_device()
+                landing.on_device()  # The host goes on: it waits only when a room is used again
 
 
 MASTER, WEIGHTS, GRADIENT = "master weights", "weights", "gradient"
@@ -217,6 +223,7 @@ class StreamedStep:
         self._store, self._slots, self._forced = store, ChunkSlots(SLOTS), copies is not None
         self._copies = None if copies is None else StepCopies(copies, pinned=False)
         self._last: list[Chunk] = []
+        # Whoever settles the store, as a load does, waits for the reads and writes of steps, too.
         store.passes.append(self._slots)
 
     @property
@@ -246,12 +253,15 @@ class StreamedStep:
             OSError: If the tier fails. Some chunks have then taken the step and others have not: state in files is
             refused until a checkpoint is loaded.
         """
+        # A read ahead that failed in a backward is raised here, before anything changes.
         self._slots.tell_failure()
         chunks = self.chunks(updates, vectors, weights)
         for store in {vector.store for chunk in chunks for vector in chunk.vectors.values()}:
             store.flush()  # weights may be in another tier than what updates them
+        # After the flush, which may have moved records that were read ahead.
         self._slots.check_ahead(chunks)
         for chunk in chunks:
+            # After that check: it compares versions, and would find nothing that still serves.
             for key, vector in chunk.vectors.items():
                 vector.version += key not in chunk.unchanged
         steps: Numbers = {}
@@ -262,15 +272,17 @@ class StreamedStep:
             self._update(rule, chunk, held, scale, steps, copies)
 
         try:
-            with share_of_cores():
-                self._slots.run(chunks, work, wait=False)
+            with share_of_cores():  # Under torchrun a rank has one thread, and this is work of the host
+                self._slots.run(chunks, work, wait=False)  # Writes end beside the next forward
         finally:
             if copies is not None:
+                # Also after an error: what the device does next must not overtake weights that are on their way to it.
                 copies.end()
         self._last = list(map(_bare, chunks))
         for update in updates:
             if update.cut.numel == 0:
                 steps[id(update.parameter)] = _count_only(rule, update, scale)
+            # Not before the last chunk: all chunks of a parameter begin with the numbers from before the step.
             update.state.update(steps[id(update.parameter)])
 
     def _begin_copies(self, chunks: Sequence[Work]) -> StepCopies | None:
@@ -319,6 +331,7 @@ class StreamedStep:
         """Begin to read what the next step begins with, if it is like the last one; what fails, that step raises."""
         try:
             for store in {vector.store for chunk in self._last for vector in chunk.vectors.values()}:
+                # Reads are of records, which have not got yet what was changed in the cache.
                 store.write_changes()
             self._slots.read_ahead(self._last)
         except OSError as error:
@@ -387,6 +400,8 @@ class StreamedStep:
             elif (here_too := brought.get(number)) is not None:
                 weights = weights if here_too.weights is None else here_too.weights
             elif weights.device != home or (self._forced and chunk.on_device and WEIGHTS in held):
+                # Weights and state lie on different devices: a copy is updated where the state is, and brought back
+                # below.
                 away, weights = weights, weights.to(home, copy=True)
                 back.append((away, weights))
             parts = {key: values[here] for key, values in held.items()}
@@ -432,6 +447,7 @@ def _segment(
 ) -> Segment:
     """Elements [low, high) of the owned ones as the rule takes them, on the device `home`, maybe with the gradient."""
     state = {
+        # Numbers are copied: the rule counts on in each chunk of a parameter, from the same one.
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }

@@ -63,6 +63,7 @@ def random_state_kept() -> Iterator[None]:
     if torch.cuda.is_available() and torch.get_default_device().type == "cuda":
         torch.cuda.init()  # what is built will draw there
     python, numpy, host = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
+    # Asking for the state would start CUDA; where nothing has started it, there is none to put back.
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
@@ -77,7 +78,7 @@ def random_state_kept() -> Iterator[None]:
 def seed_generators(seed: int) -> None:
     """Seed what `random_state_kept` puts back. Unlike `torch.manual_seed`, leaves no seed for a CUDA start later on."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # NumPy takes no larger ones
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -85,7 +86,7 @@ def seed_generators(seed: int) -> None:
 
 def draw_seed() -> int:
     """A number from torch's CPU generator, which moves on by one draw."""
-    return int(torch.randint(_SEEDS, (), device="cpu").item())
+    return int(torch.randint(_SEEDS, (), device="cpu").item())  # A default device would draw by its own
 
 
 class LayerSeeds:
@@ -348,6 +349,7 @@ def name_layers(layers: Iterable[Any]) -> list[NamedLayer]:
             "zero_strategy.pipeline.building.pipeline_layers(model, blocks=...) makes one of a model"
         )
     if isinstance(given, nn.Module):
+        # named_children() would leave out a module that is there twice.
         named = [NamedLayer(i, name, module) for i, (name, module) in enumerate(children_of(given).items())]
     else:
         named = [NamedLayer(i, _name(i, layer), layer) for i, layer in enumerate(given)]
@@ -374,6 +376,8 @@ def build_layers(own: Sequence[NamedLayer], everyone: Sequence[NamedLayer], seed
         everyone: Those of the whole model.
         seeds: The random states.
     """
+    # Of the whole model, so that every rank builds a tied module with one seed, whichever of its layers are there.
+    # Reversed, as the dict keeps the last layer of a key.
     first = {layer.given.key: layer.index for layer in reversed(everyone) if isinstance(layer.given, TiedLayerSpec)}
     tied: dict[str, nn.Module] = {}
     built = []
@@ -381,6 +385,7 @@ def build_layers(own: Sequence[NamedLayer], everyone: Sequence[NamedLayer], seed
         given, one = layer.given, BuiltLayer(layer.index, layer.class_name, layer.given)
         if isinstance(given, ModelLayer):
             one.modules, one.divide = given.modules, given.divide
+        # Before LayerSpec, of which it is a subclass.
         elif isinstance(given, TiedLayerSpec):
             if given.key not in tied:
                 with seeds.layer(first[given.key]):
@@ -425,7 +430,7 @@ def register(root: nn.Module, name: str, module: nn.Module) -> None:
             inner = nn.ModuleDict() if follows.isdigit() else nn.Module()
             _add(owner, part, inner, name)
         owner = inner
-    if children_of(owner).get(last) is not module:
+    if children_of(owner).get(last) is not module:  # A tied module comes with each of its layers
         _add(owner, last, module, name)
 
 
@@ -449,14 +454,18 @@ def parallelize_layers(layers: Sequence[BuiltLayer], parallelize: Parallelize | 
     Raises:
         ValueError: If layers shared a parameter and it was divided in two ways; names both of its names.
     """
+    # Before anything is divided: each name may have a parameter of its own afterwards.
     before, shared = _named(layers), _names_by_parameter(layers)
     seen: dict[int, Callable[[Mapping[nn.Parameter, nn.Parameter]], None]] = {}
     for layer in layers:
         divide = parallelize or layer.divide
         for name, module in layer.modules.items():
             if divide is not None and id(module) not in seen:
+                # First: parameters that wait for values can be replaced by divided ones once they are on the meta
+                # device.
                 seen[id(module)] = make_replaceable(module)
                 divide(module, name, mesh)
+    # Before replacements are read, of which a parameter with several names then has one.
     _tie_again(layers, shared)
     now = dict(_named(layers))
     replaced = {parameter: now[name] for name, parameter in before if now[name] is not parameter}
@@ -495,7 +504,7 @@ def _named(layers: Iterable[BuiltLayer]) -> list[tuple[str, nn.Parameter]]:
         (f"{name}.{local}", parameter)
         for layer in layers
         for name, module in layer.modules.items()
-        for local, parameter in module.named_parameters(remove_duplicate=False)
+        for local, parameter in module.named_parameters(remove_duplicate=False)  # Tied ones under each name
     ]
 
 
@@ -569,6 +578,7 @@ def finished(model: nn.Module, layers: list[ModelLayer]) -> list[ModelLayer]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **_state_buffers(model)}
+    # State that no layer has would be neither trained nor saved.
     left = [name for name, tensor in tensors.items() if id(tensor) not in held]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
@@ -576,6 +586,7 @@ def finished(model: nn.Module, layers: list[ModelLayer]) -> list[ModelLayer]:
             f"the layers leave parts of {type(model).__name__} out: {shown}; name their modules in embedding, "
             "blocks or head (a parameter of the model itself has to move into a module)"
         )
+    # The layers go on without the model, and would lose what is to be read into it.
     hand_over(model, [module for layer in layers for module in layer.modules.values()])
     if plan := own_plan(model):
         for layer in layers:

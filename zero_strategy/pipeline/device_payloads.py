@@ -68,8 +68,9 @@ def device_groups(
     for source, target in ways_of(channels):
         if rank in (source, target):
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=seconds)
+            options._timeout = timedelta(seconds=seconds)  # A backup: `BoundedWaits` ends first, and names the rank
             store = place(f"{source}-{target}")
+            # Of the two, the sender has number 0 on both sides.
             found[source, target] = Group(
                 dist.ProcessGroupNCCL(store, int(rank == target), 2, options), [source, target]
             )
@@ -112,6 +113,8 @@ class DevicePayloads:
         """
         worker = BackgroundWorker(interrupt=self._waits.break_connections)
         for way, group in self._groups.items():
+            # In a thread, as NCCL holds its caller until the neighbour comes; the wait here ends, too, when that one is
+            # gone.
             made = worker.submit(partial(self._first_byte, way, group))
 
             def is_made() -> bool:
@@ -126,6 +129,7 @@ class DevicePayloads:
 
     def send(self, buffer: Tensor, channel: Channel) -> Any:
         """Begin to send; returns what the device can be made to wait for (`wait`) before the buffer changes."""
+        # An error of a communicator that was broken here is then explained by the failure that was the reason.
         with self._waits.watching(self._awaited("room for tensors", channel.target)):
             work = self._groups[channel[:2]].send(buffer, channel.target, 0)
             self._follow(work, self._awaited("the receipt of tensors", channel.target), channel.target)
@@ -135,6 +139,7 @@ class DevicePayloads:
         """Begin to receive; returns what the device can be made to wait for (`wait`) before the buffer is used."""
         with self._waits.watching(awaited):
             work = self._groups[channel[:2]].receive(buffer, channel.source, 0)
+            # Nobody may wait for this on the host: if the neighbour is gone, only the waits' thread can notice.
             self._follow(work, awaited, channel.source)
         return work
 
@@ -149,12 +154,14 @@ class DevicePayloads:
         self._waits.follow(over, awaited, partial(self._ask, other))
 
     def _first_byte(self, way: Way, group: Group) -> None:
+        # The current device is each thread's own, and the worker's would be the first GPU.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             if way[0] == self._rank:
                 work = group.send(byte, way[1], 0)
             else:
                 work = group.receive(byte, way[0], 0)
+            # NCCL's own wait would hold a stream, not this thread; and the byte must live until it has gone.
             while not (work.is_completed() or self._waits.broken):
                 time.sleep(_LOOK_SECONDS)
 

@@ -103,6 +103,7 @@ class PipelineEngine(ZeroEngine):
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
         root: nn.Module | None = None,
     ) -> None:
+        # Settings come first: what does not fit is refused before anything is replaced, or a group made.
         resolved = resolved_for(module, config, compute_dtype)
         pipeline, grid = resolved.config.pipeline, module.mpu()
         root = module if root is None else root
@@ -111,7 +112,10 @@ class PipelineEngine(ZeroEngine):
             apply_section(module, resolved.config.deepspeed.pipeline)
         if grid.slice_parallel_size > 1:
             check_divided(module)
+        # Before the ties, whose replicas are made there.
         place = occupy(device or device_of(module), default_group())
+        # Before the base class shards what is a parameter: weights that another rank owns must have left the module by
+        # then.
         ties = TiedWeights(module, module.ties, compute_dtype, place, prefix)
         super().__init__(
             root,
@@ -121,6 +125,8 @@ class PipelineEngine(ZeroEngine):
             device=None if device is None else place,
             part=part_of(module, root, prefix, ties, resolved.config.timeout_seconds),
         )
+        # After the base class, which makes the mesh: no method that is overridden here runs in its constructor and
+        # would lack these.
         self.pipeline, self.pipe = module, self.mesh.further[PIPE]
         self._prefix, self._ties = prefix, ties
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
@@ -137,13 +143,17 @@ class PipelineEngine(ZeroEngine):
             device=self.model.device,
             autocast=autocast,
             timeout=resolved.config.timeout_seconds,
+            # Pipelines beside each other, and engines over the same ranks, must not find each other's addresses in the
+            # store.
             name=self.mesh.world_group.barrier.prefix + f".{grid.pipeline_id()}",
             record=bool(pipeline.timeline),
             watchdog=self.mesh.watchdog,
             observed=self.observed,
         )
+        # Before the first exchange among holders, which is then watched, too.
         if self.mesh.watchdog is not None:
             ties.guarded(self.mesh.watchdog)
+        # Weights that the base class has loaded or initialised are those of owners alone.
         self.publish_ties()
 
     def join_batches(self, loader: Iterable[Any]) -> NoReturn:
@@ -209,18 +219,24 @@ class PipelineEngine(ZeroEngine):
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
+        # The user may have written to a tied weight, or frozen it, since the last step: replicas follow before they are
+        # used.
         self._ties.follow(self.model.gathered, self.mesh.control.all_gather_small)
         measures = self.config.config.pipeline.schedule == AUTO and self.chosen is None
+        # Each chunk adds to its gradients once per micro-batch, in a whole backward or a weight half.
         self._hooks.begin(count * self.pipeline.chunks, measures=measures, weight=loss_weight, forwarded=forwarded)
         with ExitStack() as stack:
+            # Recorded for this step only, however it ends: the setting is the user's.
             stack.callback(setattr, self.executor, "record", self.executor.record)
             self.executor.record |= measures or self.observed.observer is not None
+            # Gathered here once for the step; other units are by each micro-batch.
             if held := self._held_whole():
                 stack.enter_context(self.model.gathered(held, until_backward=True))
             stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None
         self.observed.mark("timeline", found.events)
+        # Collectives, which would wait for a rank that has failed, come after the run, at whose end all ranks have met.
         self._agree_on_optimizers()
         self._write_timeline(found)
         if measures:
@@ -241,11 +257,11 @@ class PipelineEngine(ZeroEngine):
                 f"the stages of a pipeline have different numbers of optimizers ({counts}), and all take part in a "
                 "step; where one has nothing to train, attach one without parameters: AdamW([{'params': []}])"
             )
-        self._steps_agreed = everyone[0] > 0
+        self._steps_agreed = everyone[0] > 0  # With none attached yet, the next batch asks again
 
     def _held_whole(self) -> list[nn.Parameter]:
         """The parameters that stay gathered during a step."""
-        if self.stage < 3:
+        if self.stage < 3:  # Parameters are always whole there
             return []
         units = self.model.units
         sizes = [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in unit.buckets) for unit in units]
@@ -256,17 +272,21 @@ class PipelineEngine(ZeroEngine):
         """Take the schedule for all further steps, the same on all ranks."""
         grid, placement = self.pipeline.mpu(), self.pipeline.placement
         held = self._hooks.bytes.by_chunk
+        # As if all ranks shared the memory of this host: where there are several hosts, less is counted on than there
+        # is.
         left = memory_left(self.model.device, grid.world_size, sum(held.values()))
         mine = grid.pipeline_id(), grid.stage_id, found.events, held, left
         everyone = sorted(self.mesh.world_group.control.all_gather_objects(mine), key=lambda one: one[:2])
+        # Times of one pipeline for all of them: replicas with different schedules would not meet in their reductions.
         first = everyone[: grid.pipe_parallel_size]
         costs = measured_costs(placement, [one[2] for one in first], [one[3] for one in first])
         limits = [
+            # The replica with the least memory decides for its stage, since the schedule is the same.
             min((one[4] for one in everyone if one[1] == rank and one[4] is not None), default=None)
             for rank in range(grid.pipe_parallel_size)
         ]
         self.chosen = choose(placement, micro_batches, costs, limits)
-        self._schedules.clear()
+        self._schedules.clear()  # Made for the first step's schedule
         _logger.info(
             "pipeline.schedule auto: %s, expected to be idle %.1f %% of a step and to hold %s bytes of activations",
             self.chosen.schedule,
@@ -305,17 +325,20 @@ class PipelineEngine(ZeroEngine):
     def _mean_loss(self, loss: Tensor) -> Tensor:
         if self.mesh.world_size == 1:
             return loss
+        # Gathered, not reduced: every rank sums in the same order and gets the same bits; float64 rounds once, at the
+        # end.
         everyone = self.mesh.control.all_gather_small(loss.reshape(1).double())
         return torch.stack(everyone).mean().to(loss.dtype)
 
     def _write_timeline(self, found: Run) -> None:
         """Write what the first pipeline's ranks did into the file that is configured, which a new run begins anew."""
         path = self.config.config.pipeline.timeline
+        # Alike on all ranks of a pipe, so the exchange below has all of them or none.
         if not self.executor.record or not path or self.pipeline.mpu().pipeline_id() > 0:
             return
         everyone = self.pipe.all_gather_objects(found.events)
         if self.pipeline.stage_id == 0:
-            step = self.steps.taken + self.steps.skipped + 1
+            step = self.steps.taken + self.steps.skipped + 1  # The one that this batch is for, not taken yet
             with Path(path).open("a" if self._timeline_begun else "w") as file:
                 file.writelines(json.dumps(asdict(replace(e, step=step))) + "\n" for events in everyone for e in events)
             self._timeline_begun = True
@@ -351,8 +374,10 @@ class PipelineEngine(ZeroEngine):
     def full_state_dict(self, names: Collection[str] | None = None, *, keep: bool = True) -> dict[str, Any]:
         """See `ZeroEngine.full_state_dict`: that of all stages, tied names included."""
         aliases = catalog_of(self).aliases
+        # A further name may be on another rank than the weight, which is asked for by the name that its owner has.
         asked = None if names is None else {*names, *(name for alias, name in aliases.items() if alias in names)}
         everyone = self.pipe.all_gather_objects(super().full_state_dict(asked))
+        # Only after the gather, in which all ranks take part.
         if not keep:
             return {}
         whole = {name: tensor for part in everyone for name, tensor in part.items()}
@@ -374,7 +399,7 @@ class PipelineEngine(ZeroEngine):
         mine = self._groups_of(optimizer), super().optimizer_state_dict(optimizer)
         everyone = self.pipe.all_gather_objects(mine)
         joined = join_states([one[0] for one in everyone], [one[1] for one in everyone], self._prefix)
-        return joined if keep else {}
+        return joined if keep else {}  # Joined by all ranks, so that what does not fit is an error on all
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """See `ZeroEngine.load_optimizer_state_dict`: each rank takes its stages' part. All ranks call it.
@@ -405,9 +430,11 @@ class PipelineEngine(ZeroEngine):
                 "close(gather=True): layers of a pipeline are spread over its stages; save them "
                 "(engine.save_pretrained, engine.save), and load the whole model from there"
             )
+        # First, as ranks meet in it: before that, a neighbour may still wait for a message, and would take the end of
+        # the connection for a failure.
         super().close()
         self.executor.close()
-        self._ties.unguarded()
+        self._ties.unguarded()  # Their groups stay, but the watchdog ends with the engine
 
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""
@@ -435,11 +462,13 @@ class _Hooks(ExecutorHooks):
             weight: What gradients of the loss are multiplied by.
             forwarded: Whom to tell of micro-batches.
         """
+        # A run that failed inside of a computation has not come to `after`, and left its contexts open.
         self._scope.close()
         self._left, self._measures, self._weight, self._forwarded = backwards, measures, weight, forwarded
 
     def before(self, computation: Computation) -> None:
         """Backwards but the last of the step may keep their gradients on this rank."""
+        # One micro-batch tells the bytes; hooks on saved tensors would slow the others, whose times are measured.
         if self._measures and computation.kind is Kind.FORWARD and computation.micro_batch == 0:
             self._scope.enter_context(self.bytes.count(computation.chunk))
         if computation.kind is Kind.FORWARD:
@@ -447,12 +476,16 @@ class _Hooks(ExecutorHooks):
         reducer = self._engine.model.reducer
         parameters = self._engine.pipeline.chunk_parameters(computation.chunk)
         self._left -= computation.kind in _ADDS_GRADIENTS
+        # An input half is followed by its weight half, so it is never the last of the step.
         if self._left > 0 or computation.kind is Kind.BACKWARD_INPUT:
             self._scope.enter_context(self._engine.no_sync())
+        # Otherwise the reducer would expect gradients of the rank's other chunks, and send their buckets, too.
         self._scope.enter_context(reducer.within(parameters))
         if computation.kind is Kind.BACKWARD_INPUT:
+            # Units see the end of their backward here, but their parameters have no gradients before the weight half.
             self._scope.enter_context(reducer.paused())
         elif computation.kind is Kind.BACKWARD_WEIGHT:
+            # The weight half is several calls of autograd, and the reduction is due after the last.
             self._scope.enter_context(reducer.joined())
             if self._engine.stage == 3:  # units' own hooks are on the way that the input half has gone
                 self._scope.enter_context(self._engine.model.gathered(parameters))

@@ -69,8 +69,9 @@ def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype
         resolved = config
     else:
         asked = load_config(config)
-        if asked.pipeline.stages == 1 and module.num_stages > 1:
+        if asked.pipeline.stages == 1 and module.num_stages > 1:  # 1 is the default: nothing was asked for
             asked.pipeline.record("stages", module.num_stages, "derived: the PipelineModule")
+        # Before `resolve`, which would take the number of chunks from the schedule's name alone.
         derive_schedule(asked, module)
         if asked.mesh.tensor is None and module.mpu().slice_parallel_size > 1:
             asked.mesh.record("tensor", module.mpu().slice_parallel_size, "derived: the PipelineModule's topology")
@@ -110,6 +111,7 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
             f"topology has {module.mpu().slice_parallel_size} rank(s) on its axis 'model'; make both the same"
         )
     name = first_schedule(module.placement) if pipeline.schedule == AUTO else pipeline.schedule
+    # The placement does not depend on the number of micro-batches.
     table = build_table(name, module.num_stages, pipeline.micro_batches or 1, pipeline.chunks)
     if table.placement != module.placement:
         raise ValueError(
@@ -164,9 +166,10 @@ def with_units(resolved: ResolvedConfig, module: PipelineModule, prefix: str) ->
     names = [prefix + name for name in names]
     if prefix:
         names.insert(0, prefix.removesuffix("."))  # what is in no layer's unit is used in this module's forward
-    config = deepcopy(resolved.config)
+    config = deepcopy(resolved.config)  # The caller may make other engines of it
     origin = "derived: the PipelineModule's layers"
     config.units.record("classes", [], origin)
+    # A bracket in a name must not begin a set of characters, as it does in a pattern.
     config.units.record("patterns", [name.replace("[", "[[]") for name in names], origin)
     return replace(resolved, config=config)
 
@@ -194,6 +197,7 @@ def part_of(module: PipelineModule, root: nn.Module, prefix: str, ties: TiedWeig
 
 def _pipe(module: PipelineModule, timeout: float) -> Communicator:
     alone, limit = module.num_stages == 1, timedelta(seconds=timeout)
+    # On the host whatever the device: counts, flags and objects go there.
     group = None if alone else own_group(module.mpu().pipe_groups, timeout=limit, backend="gloo")
     return Communicator(group, CommunicationCounters(), owns=True)
 
@@ -212,6 +216,7 @@ def _rank_labels(module: PipelineModule) -> RankLabels:
 def order_of(module: PipelineModule, root: nn.Module, prefix: str) -> Callable[[str], tuple[int, ...]]:
     """Place of a tensor in the whole model: by its layer, then as in the layer."""
     places = {}
+    # The layer comes first, as its number counts through all stages; an entry's own number is of this rank only.
     for number, (name, _) in enumerate(state_dict_entries(root)):
         places[name] = module.layer_of(name.removeprefix(prefix)), number
     return places.__getitem__
@@ -326,6 +331,7 @@ def predictions(
 ) -> list[Choice]:
     """Expected figures of every schedule that there can be, in the order of SCHEDULES."""
     found = []
+    # A stage has a layer at least.
     for name, count in _candidates(chunks, min(most_chunks, len(layers) // stages)):
         table = build_table(name, stages, micro_batches, count)
         parts = _summed(layers, bounds(stages * count))
@@ -406,6 +412,7 @@ class ActivationBytes:
     @contextmanager
     def count(self, chunk: int) -> Iterator[None]:
         """A forward inside; the chunk's largest counts."""
+        # Parameters are saved by autograd, too, but are there anyway.
         known, kept = self._known(), Storages()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -432,12 +439,14 @@ def measured_costs(
         for event in mine:
             if event.computes:
                 times[placement.stage_of(rank, event.chunk), event.kind].append(event.end - event.start)
+    # The first micro-batch would spoil a mean: what is made once is made there, and its activations are counted.
     median = {key: statistics.median(found) for key, found in times.items()}
     costs = []
     for stage in range(placement.stages):
         rank, chunk = placement.rank_of(stage), placement.chunk_of(stage)
         whole = median.get((stage, Kind.BACKWARD.value))
         halves = [median.get((stage, kind.value), 0.0) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+        # The first step of a loop placement runs whole backwards: of those, halves are a guess.
         backward, weight = halves if whole is None else (whole / 2, whole / 2)
         nbytes = activation_bytes[rank].get(chunk, 0)
         costs.append(LayerCost(median[stage, Kind.FORWARD.value], backward, weight, whole, nbytes))
@@ -471,19 +480,23 @@ def choose(
         costs: Of every global stage.
         memory: What each rank has for activations.
     """
+    # The costs are of stages, which are not divided anew: each stands for one layer.
     bounds: Callable[[int], Sequence[int]] = lambda stages: range(stages + 1)  # noqa: E731
     candidates = [
         choice
         for choice in predictions(
             placement.ranks, micro_batches, costs, bounds, chunks=placement.chunks, most_chunks=placement.chunks
         )
+        # The stages are built: a schedule that places them otherwise cannot run them.
         if build_table(choice.schedule, placement.ranks, micro_batches, placement.chunks).placement == placement
     ]
     fitting = [
         choice
         for choice in candidates
+        # A rank whose free memory is unknown refuses nothing.
         if all(limit is None or held <= limit for held, limit in zip(choice.activation_bytes, memory, strict=True))
     ]
+    # No error, as in `choose_schedule`: the module is built, and has trained its first step by one of these.
     if not fitting:
         return min(candidates, key=lambda choice: max(choice.activation_bytes))
     fastest = min(choice.makespan for choice in fitting)

@@ -78,6 +78,7 @@ class StageInputs:
             DataEndedError: If there are fewer.
             ValueError: If there is no iterator.
         """
+        # An iterator gives micro-batches in order only; a schedule may come to a later one first.
         while self._read <= micro_batch:
             if self._data is None:
                 raise ValueError(f"stage {stage} loads micro-batches, but this rank was given no data iterator")
@@ -105,7 +106,7 @@ class StageInputs:
         """
         self.load(micro_batch, stage)
         batch, readers = self._there.pop(micro_batch)
-        if readers > 1:
+        if readers > 1:  # Kept until the rank's other outer stage has taken its part of it
             self._there[micro_batch] = batch, readers - 1
         if not isinstance(batch, (tuple, list)) or not batch:
             raise TypeError(
@@ -115,6 +116,7 @@ class StageInputs:
         return batch[part] if part < len(batch) else None
 
     def _move(self, leaf: Any) -> Any:
+        # The copy is queued before what uses it, so the host need not wait for it.
         return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
@@ -256,6 +258,7 @@ class Executor:
         self._pipeline_peers = PipelinePeers(
             placement, self.rank, world, self._device, timeout, patience, name, ahead, watchdog
         )
+        # A rank with the first and the last stage has one iterator for inputs and labels: each batch of it serves both.
         self._readers = (0 in stages) + (last in stages)
         self._read: Orders | None = None
         self._doing: str | Computation = ""
@@ -290,6 +293,7 @@ class Executor:
             PipelineError: If another rank has failed, is gone, does not come or is out of step; names its stage.
             Exception: What this rank's own stages raised, with a note that names the stage.
         """
+        # Engines pass the same schedule at every step; reading one goes over all its instructions.
         orders = self._read
         if orders is None or orders.schedule is not schedule:
             orders = self._read = read_orders(schedule, self.placement, self.rank)
@@ -297,17 +301,22 @@ class Executor:
         try:
             return self._carry_out(orders, data)
         except RankFailedError as error:
+            # The wait that raised has read or posted the failure, and broken the connections; what is left is to tell
+            # the ranks of other pipelines, which may wait for this one in a reduction.
             self._pipeline_peers.leave(error.failure)
             raise error_of(error.failure) from error
+        # KeyboardInterrupt too: where the process lives on without a word, the other ranks wait until they time out.
         except BaseException as error:
             where, change = f"{self._pipeline_peers.title}, {_words(self._doing)}", self._change()
             first = self._pipeline_peers.fail(failure_of(error, self._own, where, change))
             if first.rank != self._own:  # this is only what the first failure led to
                 raise error_of(first) from error
-            if not isinstance(error, (PipelineError, StopIteration)):
+            if not isinstance(error, (PipelineError, StopIteration)):  # DataEndedError is one; both name the stage
                 _note(error, f"in {where}{change}")
             raise
         finally:
+            # After a failure too: what is in flight holds activations, and the next batch has the same micro-batch
+            # numbers.
             self._activations.clear()
             self._gradients.clear()
             self._losses = None
@@ -321,6 +330,7 @@ class Executor:
     def _carry_out(self, orders: Orders, data: Iterator[Any] | None) -> Run:
         result, micro_batches, met = Run(), orders.schedule.micro_batches, False
         stage_inputs = StageInputs(data, micro_batches, self.batch_fn, self._device, self._readers)
+        # Each message carries a digest of the schedule: a neighbour that runs another one is noticed at its first.
         self._pipeline_peers.begin(orders.receives, zlib.crc32(orders.title.encode()))
         with torch.set_grad_enabled(orders.training):
             for order in orders.orders:
@@ -335,9 +345,11 @@ class Executor:
                     started = time.perf_counter()
                     self._actions[order.instruction]()
                     self._record(result, order.instruction.__name__, started, None, 0)
+        # A schedule for inference has no instructions at its end, before which ranks would have met.
         if not met:
             self._meet(result, micro_batches)
         with self.observed.span("bubble"):
+            # A send that fails late is then an error of this batch, and the next one finds nothing under way.
             self._pipeline_peers.end()
         return result
 
@@ -356,6 +368,7 @@ class Executor:
             self._doing = f"loading micro-batch {order.micro_batch}"
             stage_inputs.load(order.micro_batch, chunk.stage)
         elif order.instruction is SendActivation:
+            # Popped, so that outputs go as soon as they are in a message; their graph keeps edges alone.
             self._pipeline_peers.send_activation(*at, self._activations.pop(at))
         elif order.instruction is SendGrad:
             self._pipeline_peers.send_gradients(*at, self._gradients.pop(at))
@@ -370,6 +383,7 @@ class Executor:
         started = time.perf_counter()
         with self.observed.span("bubble"):
             needed = self._needed(kind, chunk, micro_batch, orders.training, stage_inputs)
+        # Waits and hooks are in no computation's time: `auto` compares schedules by that of computations alone.
         self._record(result, "wait", started, micro_batch, order.chunk)
         self._hooks.before(computation)
         started = time.perf_counter()
@@ -380,7 +394,7 @@ class Executor:
         else:
             backward = chunk.backward if kind is Kind.BACKWARD else chunk.backward_input
             gradients = backward(micro_batch, needed)
-            if chunk.stage > 0:
+            if chunk.stage > 0:  # Nobody takes those of the model's inputs
                 self._gradients[chunk.stage, micro_batch] = gradients
         self._record(result, kind.value, started, micro_batch, order.chunk)
         self._hooks.after(computation)
@@ -388,6 +402,7 @@ class Executor:
     def _needed(self, kind: Kind, chunk: Chunk, micro_batch: int, training: bool, stage_inputs: StageInputs) -> Any:
         """Start of a computation: of the data, of a neighbouring stage of this rank, or of a message."""
         stage = chunk.stage
+        # The weight half starts from what the input half has kept, and the last stage from its loss.
         if kind is Kind.BACKWARD_WEIGHT or (kind is not Kind.FORWARD and chunk.last):
             return ()
         if kind is not Kind.FORWARD:
@@ -417,6 +432,8 @@ class Executor:
             self._activations[chunk.stage, micro_batch] = chunk.pack(micro_batch, found, orders.training)
             return
         if loss is not None:
+            # In float32, as a half-precision sum would be rounded at each loss; not read here, where the host would
+            # have to wait for the device.
             added = loss.detach().float()
             self._losses = added if self._losses is None else self._losses + added
         if orders.training:
@@ -467,5 +484,5 @@ def _words(doing: str | Computation) -> str:
 
 
 def _note(error: BaseException, text: str) -> None:
-    if sys.version_info >= (3, 11):
+    if sys.version_info >= (3, 11):  # `add_note` came with it
         error.add_note(text)

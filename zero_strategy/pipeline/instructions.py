@@ -29,7 +29,7 @@ class PipeInstruction:
     def __init__(self, **kwargs: Any) -> None:
         self.name = self.__class__.__name__
         self.kwargs = kwargs
-        self.__dict__.update(kwargs)
+        self.__dict__.update(kwargs)  # As members, since schedules written for DeepSpeed read them there
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
@@ -318,6 +318,7 @@ class DataParallelSchedule(PipeSchedule):
         for micro_batch in range(self.micro_batches):
             instructions: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if micro_batch == self.micro_batches - 1:
+                # No tied gradients: the one rank has tied weights once.
                 instructions += [ReduceGrads(), OptimizerStep()]
             yield instructions
 
@@ -346,6 +347,7 @@ class TableSchedule(PipeSchedule):
         """The table's."""
         return self.table.placement
 
+    # Made when they are carried out or named in an error; checker and simulator read the arrays.
     @cached_property
     def instructions(self) -> tuple[PipeInstruction, ...]:
         """All of them, in order."""
@@ -363,6 +365,7 @@ class TableSchedule(PipeSchedule):
         step: list[PipeInstruction] = []
         computed = False
         for instruction in self.instructions:
+            # Sends and the end of the batch belong to the computation before them; anything else begins a step.
             if computed and not isinstance(instruction, _AFTER):
                 yield step
                 step, computed = [], False
@@ -459,7 +462,7 @@ def read_ops(schedule: PipeSchedule) -> Ops:
     ops: list[tuple[int, int, int, int]] = []
     for step in schedule.steps():
         for instruction in step:
-            code = _CODES.get(type(instruction), -1)
+            code = _CODES.get(type(instruction), -1)  # By the very class: what a subclass means is unknown here
             if code < 0:
                 raise ScheduleError(f"rank {rank}: {instruction!r} is no instruction that can be checked")
             if not isinstance(instruction, BufferOpInstruction):
@@ -473,4 +476,5 @@ def read_ops(schedule: PipeSchedule) -> Ops:
                 found = f"this is micro-batch {micro_batch} in chunk {chunk}"
                 raise ScheduleError(f"rank {rank}, {instruction!r}: {there}, {found}")
             ops.append((code, placement.stage_of(rank, chunk), micro_batch, instruction.buffer_id))
+    # A schedule without instructions has no second dimension of its own.
     return Ops(*np.array(ops, dtype=np.int64).reshape(-1, 4).T)

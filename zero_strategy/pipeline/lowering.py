@@ -82,6 +82,7 @@ def lower(table: Table) -> tuple[TableSchedule, ...]:
     events = _events(table, _run(table))
     buffer, buffers = _buffers(table, events)
     stage, micro_batch = np.divmod(events.place, table.micro_batches)
+    # Inference has nothing to reduce or to step.
     tail = np.arange(TAIL, TAIL + len(TAIL_CLASSES) * (not table.forward_only))
     bounds = np.searchsorted(events.rank, np.arange(table.ranks + 1)).tolist()
     schedules = []
@@ -99,6 +100,7 @@ def _run(table: Table) -> Numbers:
     ends = [-1] * (3 * places)
     plans = [_plan(table, rank) for rank in range(table.ranks)]
     next_action, times = [0] * table.ranks, [0] * table.ranks
+    # One rank for each end is enough, that of the neighbouring stage: a rank that waits for an end of its own is stuck.
     waiting: dict[int, int] = {}
     able = list(range(table.ranks - 1, -1, -1))
     while able:
@@ -135,7 +137,7 @@ def _plan(table: Table, rank: int) -> list[dict[Kind, tuple[int, int, int]]]:
     for chunk in range(table.chunks):
         stage = table.placement.stage_of(rank, chunk)
         own = stage * micro_batches
-        gradient = places + own + micro_batches if stage < last else own
+        gradient = places + own + micro_batches if stage < last else own  # The last stage's comes from its own forward
         needs = {
             Kind.FORWARD: own - micro_batches if stage else -1,
             Kind.BACKWARD: gradient,
@@ -182,9 +184,11 @@ def _events(table: Table, ends: Numbers) -> _Events:
     rank = rank_of[stage]
     halves = weight >= 0
     whole, parts = (backward >= 0) & ~halves, (backward >= 0) & halves
+    # Indices of a stage that is none are clipped here, or wrap around; the first condition leaves their places out.
     down = (stage < stages - 1) & (rank_of[np.minimum(stage + 1, stages - 1)] != rank)
     up = (stage > 0) & (rank_of[stage - 1] != rank) & (backward >= 0)
     outer = (stage == 0) | (stage == stages - 1)
+    # Computations stand where they begin, and messages where what they carry has ended.
     # Which places; time; what comes first of what happens at one time; code; how many stages on.
     tables = (
         (np.full_like(halves, True), forward - 1, _COMPUTE, FORWARD, 0),
@@ -215,12 +219,13 @@ def _buffers(table: Table, events: _Events) -> tuple[Numbers, list[int]]:
     places = table.placement.stages * table.micro_batches
     numbers = np.arange(len(events.place))
     first, last = np.empty(places, dtype=np.int64), np.empty(places, dtype=np.int64)
-    first[events.place[::-1]] = numbers[::-1]
+    first[events.place[::-1]] = numbers[::-1]  # Backwards, as NumPy keeps the last of several values for one index
     last[events.place] = numbers
     ranks = events.rank[first].tolist()
     free: list[list[int]] = [[] for _ in range(table.ranks)]
     buffers = [0] * table.ranks
     held = [0] * places
+    # Odd numbers are ends: where a place has one event only, it takes its buffer before it gives it back.
     for change in np.argsort(np.concatenate([2 * first, 2 * last + 1])).tolist():
         if change >= places:
             place = change - places
@@ -302,7 +307,7 @@ def read_orders(schedule: PipeSchedule, placement: Placement, rank: int) -> Orde
     orders: list[Order] = []
     for instruction in (one for step in steps for one in step):
         kind = type(instruction)
-        if kind not in _KNOWN:
+        if kind not in _KNOWN:  # By the very class: what a subclass means is unknown here
             raise ValueError(f"the schedule has an instruction that the executor does not know: {instruction!r}")
         if not isinstance(instruction, BufferOpInstruction):
             orders.append(Order(kind, -1, 0))
@@ -323,6 +328,7 @@ def read_orders(schedule: PipeSchedule, placement: Placement, rank: int) -> Orde
 def _with_last(orders: list[Order]) -> list[Order]:
     """Marks, for each chunk, what adds gradients last."""
     ends = {order.chunk: i for i, order in enumerate(orders) if order.instruction in (BackwardPass, BackwardWeight)}
+    # The last in a rank's order, which need not be that of the last micro-batch.
     marked = set(ends.values())
     return [Order(o.instruction, o.micro_batch, o.chunk, i in marked) for i, o in enumerate(orders)]
 
@@ -366,6 +372,7 @@ def check(schedules: Sequence[PipeSchedule]) -> None:
     program = read_program(schedules)
     listing = _listing(program)
     training = bool(np.isin(listing.code, (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)).any())
+    # In this order: buffers and messages are looked at when every place has each of its instructions, and once.
     _check_tails(program, training)
     _check_places(program, listing, training)
     _check_buffers(program, listing)
@@ -410,6 +417,7 @@ def _check_tails(program: Program, training: bool) -> None:
         wrong = np.flatnonzero((steps < 0) | ((steps == 0) & (ops.code[1:] >= TAIL)))
         if wrong.size:
             raise program.error(rank, int(wrong[0]) + 1, "is out of order at the end of the batch")
+        # The step is the last of TAIL_CLASSES.
         if training and not (tail.size and tail[-1] == TAIL + 2):
             raise program.error(rank, len(ops), "the batch ends without OptimizerStep")
         if tail.size and not training:
@@ -459,6 +467,7 @@ def _check_places(program: Program, listing: _Listing, training: bool) -> None:
     on_rank = "on the same rank, {} of the stage {} it"
     _check_order(program, same, forward[:-one], forward[one:], on_rank.format("the forward", "before"), moved=one)
     _check_order(program, same, backward[one:], backward[:-one], on_rank.format("the backward", "after"))
+    # If a later instruction needed what lacks, the checks of order above have named the one that came too early.
     lacking = {code: there & (position[code] < 0) for code, there in needed.items()}
     if any(places.any() for places in lacking.values()):
         place = int(np.argmax(np.any(list(lacking.values()), axis=0)))
@@ -488,6 +497,7 @@ def _positions(program: Program, listing: _Listing) -> dict[int, Numbers]:
         both = (whole >= 0) & (found[half] >= 0)
         if both.any():
             codes = (listing.code == BACKWARD) | (listing.code == half)
+            # The later of the two is named: a half after the whole backward, or else the whole one.
             _twice(program, listing, codes & both[listing.place] & (listing.at > whole[listing.place]))
             _twice(program, listing, codes & both[listing.place] & (listing.at == whole[listing.place]))
         found[half] = np.maximum(found[half], whole)
@@ -561,7 +571,8 @@ def _deliver(program: Program, listing: _Listing) -> None:
         rank = able.pop()
         own, at = keys[rank], position[rank]
         while (key := own[at]) >= 0:
-            other = both[key // micro_batches] - rank
+            other = both[key // micro_batches] - rank  # Both ranks' sum, less this one
+            # That rank comes back to this message, when it has come so far itself.
             if keys[other][position[other]] != key:
                 break
             at += 1
@@ -583,5 +594,6 @@ def _messages(program: Program, listing: _Listing) -> tuple[list[list[int]], lis
     sender = stage - (code == RECV_ACTIVATION) + (code == RECV_GRAD)
     key = (2 * sender + (code >= SEND_GRAD)) * micro_batches + micro_batch
     cuts = np.searchsorted(rank, np.arange(1, len(program.ops)))
+    # Lists: elements of arrays are slow to be read one by one. The -1 is no message's key, and ends a rank's.
     keys = [[*own.tolist(), -1] for own in np.split(key, cuts)]
     return keys, np.split(listing.at[is_message], cuts)

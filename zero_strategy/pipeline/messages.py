@@ -96,10 +96,12 @@ def _apart(value: Any, tensors: list[Tensor], numbers: dict[int, int], place: st
                 "return plain tensors (use_local_output=True of torch's parallel styles, or to_local())"
             )
         if (number := numbers.get(id(value))) is None:
+            # An id stays one tensor's, since the list keeps it alive.
             number = numbers[id(value)] = len(tensors)
             tensors.append(value)
         return ["t", number]
     kind = type(value)
+    # The very types: of a subclass, such as an IntEnum or NumPy's float64, JSON would make its base.
     if kind in _PLAIN:
         return ["v", value]
     if kind in (tuple, list, torch.Size):
@@ -110,6 +112,7 @@ def _apart(value: Any, tensors: list[Tensor], numbers: dict[int, int], place: st
             f"outputs{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent on; tensors, "
             "numbers, strings and None can, in tuples, lists, dicts, named tuples and dataclasses"
         )
+    # Pairs, and no JSON object: its keys would all become strings.
     pairs = []
     for key, item in fields.items():
         if type(key) not in _PLAIN:
@@ -123,7 +126,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # A class counts as a dataclass, too
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
 
@@ -138,10 +141,11 @@ def _make(path: str, pairs: dict[Any, Any]) -> Any:
     return kind(pairs)
 
 
+# A multiple of every dtype's size, so that each tensor can be a view of the buffer's storage.
 ALIGNMENT = 128
 FIRST_BYTES = 1024
 """What a receiver posts on a channel that has carried nothing yet."""
-_FIXED = struct.Struct("<4sBxxxIIIIQQQ")
+_FIXED = struct.Struct("<4sBxxxIIIIQQQ")  # Without '<', its size and order of bytes would be the host's
 _MAGIC = b"ZSP1"
 _HEADER_BYTES = 64
 _DATA, _ANNOUNCEMENT = 1, 2
@@ -242,6 +246,7 @@ def kind_of(tensor: Tensor, wants_gradient: bool) -> TensorKind:
     Raises:
         TypeError: If it is of a kind that is not only elements in memory: sparse, quantized, on the meta device.
     """
+    # Quantized ones have scales besides, which a message has no place for.
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"a tensor of layout {tensor.layout} on {tensor.device} cannot be sent to another stage")
     return TensorKind(tuple(tensor.shape), tensor.dtype, wants_gradient)
@@ -332,6 +337,7 @@ def _view(buffer: Tensor, kind: TensorKind, offset: int) -> Tensor:
     for size in reversed(kind.shape):
         strides.append(step)
         step *= size
+    # By `set_` and not as a view of the buffer: all views have one version counter.
     whole = torch.empty(0, dtype=kind.dtype, device=buffer.device)
     return whole.set_(buffer.untyped_storage(), start // kind.dtype.itemsize, kind.shape, tuple(reversed(strides)))
 

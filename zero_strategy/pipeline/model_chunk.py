@@ -71,6 +71,7 @@ class Chunk:
         self.module, self.stage, self.last = module, stage, last
         self._in_flight: dict[int, _InFlight] = {}
         self._structure: Structure | None = None
+        # Autograd makes a node of `Entrance` only if an input requires a gradient, and received tensors do not.
         self._anchor = torch.empty((), requires_grad=True)
         self.seen: Structure | None = None
 
@@ -81,6 +82,7 @@ class Chunk:
         wanting = [i for i, kind in enumerate(stage_message.kinds) if training and kind.wants_gradient]
         if wanting:
             entered = Entrance.apply(self._anchor, *(tensors[i] for i in wanting))
+            # Noted before the stage runs: one that changes its input in place gives the tensor another edge.
             flight.inputs = [get_gradient_edge(tensor) for tensor in entered]
             for i, tensor in zip(wanting, entered):
                 tensors[i] = tensor
@@ -89,8 +91,9 @@ class Chunk:
 
     def forward(self, micro_batch: int, value: Any) -> Any:
         """Run the module."""
-        self._in_flight.setdefault(micro_batch, _InFlight())
+        self._in_flight.setdefault(micro_batch, _InFlight())  # Inputs of the first stage do not come by `accept`
         found = self.module(value)
+        # Not before: this is the last input that went through, the one that `changed` compares with.
         self._structure = self.seen
         return found
 
@@ -128,6 +131,7 @@ class Chunk:
         roots, there = self._match(micro_batch, flight, gradients)
         flight.split = SplitBackward(roots, there, flight.inputs)
         found = flight.split.input_half()
+        # The split has what it needs; edges would keep the graph alive until the weight half.
         flight.inputs, flight.roots = [], []
         return _gradients(found)
 
@@ -192,6 +196,8 @@ def whole_backward(
     Returns:
         The gradients of `inputs`; None where nothing depends on one.
     """
+    # Asked for gradients of some inputs, autograd would leave the parameters out: so it is asked for none, and hooks on
+    # the inputs' nodes see theirs pass.
     edges = [_edge_of(one) for one in inputs]
     arrived: dict[Any, tuple[Tensor | None, ...]] = {}
     with contextlib.ExitStack() as stack:
@@ -200,6 +206,7 @@ def whole_backward(
         if roots:
             torch.autograd.backward([GradientEdge(*_edge_of(root)) for root in roots], list(gradients))
     for one in inputs:
+        # A leaf has been given its gradient as well, and would add the next one to it.
         if isinstance(one, Tensor):
             one.grad = None
     return [arrived[node][number] if node in arrived else None for node, number in edges]
@@ -211,7 +218,7 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Aliases of the tensors; `anchor` is any leaf that requires a gradient, and never gets one."""
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # Else zeros are made for missing gradients, which nobody reads here
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -252,6 +259,8 @@ class SplitBackward:
             found = whole_backward(self._roots, self._gradients, self._inputs)
         else:
             found = self._run_input_half(graph)
+        # Parts and kept nodes hold all that the weight half starts from; if the whole backward has run, it finds
+        # nothing.
         self._roots, self._gradients, self._inputs = [], [], []
         return found
 
@@ -259,8 +268,10 @@ class SplitBackward:
         """Add the gradients of parameters to them, through their usual hooks. To be called once, after the other."""
         if self._rest:
             whole_backward(self._roots, self._gradients, ())
+        # Those that wait for no node: they begin at a root, or were calculated in the input half.
         for part in self._parts:
             part.try_finish()
+        # In the order of the input half, which is that of one ordinary backward: so sums keep their bits.
         for kept in self._order:
             kept.run()
         self._roots, self._gradients, self._kept, self._order, self._parts = [], [], [], [], []
@@ -273,7 +284,7 @@ class SplitBackward:
         for root, gradient in zip(self._roots, self._gradients):
             edge = _edge_of(root)
             part = graph.part_of.get(edge[0])
-            if part is not None and not part.early:
+            if part is not None and not part.early:  # From here only parameters can be reached
                 part.add(edge, gradient)
             else:
                 outputs.append(GradientEdge(*edge))
@@ -286,6 +297,8 @@ class SplitBackward:
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if outputs:
             edges = [GradientEdge(*edge) for edge in wanted]
+            # `grad` runs only what leads to the edges that are asked for. Saved tensors stay for nodes that run again;
+            # without such nodes they go as the backward gets on.
             found = torch.autograd.grad(outputs, edges, gradients, retain_graph=bool(self._kept), allow_unused=True)
         for kept in self._kept:
             kept.settle()
@@ -293,6 +306,7 @@ class SplitBackward:
         for (part, leaf), gradient in zip(leaves, found[count:]):
             if gradient is not None:
                 part.add((leaf, 0), gradient)
+        # The graph was retained as a whole, so most of what is saved is of no use any more.
         if self._kept:
             graph.release(keep=again)
         return list(found[:count])
@@ -308,11 +322,13 @@ class _Graph:
         self.part_of: dict[Any, _Part] = {}
         ends = {node for node, _ in inputs}
         waiting = [node for node, _ in roots]
+        # No recursion: the graph of a stage may be deeper than Python's recursion limit.
         while waiting:
             node = waiting.pop()
             if node in self.edges:
                 continue
             self._kinds.add(type(node).__name__)
+            # Nodes below the inputs are not this stage's: its backward ends at the inputs.
             below = () if node in ends else node.next_functions
             edges = self.edges[node] = [edge for edge in below if edge[0] is not None]
             for child, _ in edges:
@@ -333,6 +349,7 @@ class _Graph:
     def parts(self) -> list[_Part]:
         """Nodes off the way, in connected parts: each is run as a whole."""
         parts: list[_Part] = []
+        # Its node gives all gradients of the stage in its one run, so no parameter's can wait.
         early = self.has(_COMPILED)
         for node in self.edges:
             if node in self.on_the_way or node in self.part_of:
@@ -359,6 +376,7 @@ class _Graph:
         crossing = [parent for parent in parents if parent in self.on_the_way]
         if not crossing:
             return False
+        # Autograd sums what several nodes give before the next one runs: what each gave cannot be had afterwards.
         several = any(parent is not parents[0] for parent in parents)
         return several or _runs_once(crossing[0])
 
@@ -421,6 +439,7 @@ class _Kept:
         self._parts = [graph.part_of[edge[0]] for edge in edges]
         for part in set(self._parts):
             part.waits += 1
+        # Before the input half runs, as gradients pass only once.
         self._hook = node.register_prehook(self._arrived)
 
     def _arrived(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -440,6 +459,7 @@ class _Kept:
     def run(self) -> None:
         """The node's gradients towards parameters, and with them every part that has waited for this node only."""
         assert self._gradients is not None
+        # Outputs without a gradient are left out: autograd takes None for a one.
         there = [(number, gradient) for number, gradient in enumerate(self._gradients) if gradient is not None]
         found: Sequence[Tensor | None] = [None] * len(self._edges)
         if there:
@@ -449,12 +469,13 @@ class _Kept:
                 [gradient for _, gradient in there],
                 allow_unused=True,
             )
+        # After the run, in which it gives the node the gradients of the first one.
         self._hook.remove()
         for edge, part, gradient in zip(self._edges, self._parts, found):
             if gradient is not None:
                 part.add(edge, gradient)
         self._gradients = ()
-        for part in dict.fromkeys(self._parts):
+        for part in dict.fromkeys(self._parts):  # Each once, but in order, which a set has not
             part.waits -= 1
             part.try_finish()
 
@@ -474,6 +495,7 @@ def _runs_once(node: Any) -> bool:
 def _drop_saved(node: Any) -> None:
     for saved in _saved(node):
         with contextlib.suppress(RuntimeError):  # nothing saved, or something with hooks of its own
+            # A hook is called at once, and what it returns, None, takes the saved tensor's place: its memory goes.
             saved.register_hooks(_nothing, _nothing)
 
 
@@ -498,6 +520,7 @@ def _saved(node: Any) -> list[Any]:
     return [saved for saved in found if saved is not None]
 
 
+# By class, as looking a node's members up takes long; bounded, since an entry keeps a user's class alive.
 @lru_cache(maxsize=512)
 def _saved_names(kind: Hashable) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))  # Others unpack what is saved

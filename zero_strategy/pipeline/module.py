@@ -214,6 +214,7 @@ class PipelineModule(nn.Module):
         if isinstance(parallelize, Mapping):
             parallelize = division_by(parallelize, "the PipelineModule")
         self._parallelize = parallelize
+        # Before layers are divided: those that are measured are built under their seeds.
         self._seeds = self._make_seeds()
         self.parts = divide(
             named,
@@ -245,12 +246,16 @@ class PipelineModule(nn.Module):
         self._num_layers, self._tied_files = len(named), layers_with_files(named)
         self.layer_classes = [layer.class_name for layer in named]
         self.ties: list[Tie] = []
-        self.tied_modules = nn.ModuleDict()
+        self.tied_modules = nn.ModuleDict()  # before all layers: `module_order` lists it first
+        # Before layers are built or divided, while equal parameters are one object.
         plans = plan_ties(named)
 
         control = self._grid.control()
+        # Before anything is built, which may take long, and before groups are made that other ranks would not make.
         _check_same_model(control, self.describe())
+        # Together: ranks whose layers can be built would wait in what follows for one whose constructor has failed.
         self._built = together(control, lambda: self._build_own([named[layer] for layer in self.local_layers], named))
+        # Before ties are made, which hold parameters: dividing puts others in their place.
         mesh = self.tensor_mesh()
         if mesh is not None and (self._parallelize is not None or mesh.size() > 1):
             together(control, lambda: parallelize_layers(self._built, self._parallelize, mesh))
@@ -260,6 +265,7 @@ class PipelineModule(nn.Module):
 
         stage_of_layer = {layer: self.stage_owner(layer) for layer in range(self._num_layers)}
         rank_of_stage = {stage: self.placement.rank_of(stage) for stage in range(self.placement.stages)}
+        # After all modules are registered: parameters are found here by their names in the whole model.
         self.ties = own_ties(plans, self, self._grid, stage_of_layer, rank_of_stage)
         self.synchronize_tied_weights()
 
@@ -314,12 +320,15 @@ class PipelineModule(nn.Module):
 
     def _run_chunk(self, chunk: int, inputs: Any) -> Any:
         layers, interval = self._chunks[chunk], self.activation_checkpoint_interval or self._num_layers
+        # Numbers as DeepSpeed has them: one is added here, and one below.
         self._micro_offsets[chunk] += 1
         for start in range(0, len(layers), interval):
+            # An object that keeps its number: a checkpoint calls it again in the backward, after later forwards.
             run = _Run(self, layers[start : start + interval], self._micro_offsets[chunk] + 1)
             if self.activation_checkpoint_interval == 0 or not self._is_checkpointable(run.layers):
                 inputs = run(inputs)
             elif isinstance(inputs, tuple):
+                # Re-entrant checkpoints see tensors among their arguments only, and not inside of a tuple.
                 inputs = self.activation_checkpoint_func(run.unpacked, *inputs)
             else:
                 inputs = self.activation_checkpoint_func(run, inputs)
@@ -344,6 +353,7 @@ class PipelineModule(nn.Module):
             **kwargs: Likewise.
         """
         for layer in self._built:
+            # A layer that borrows a module does not call its forward: there the function is compiled.
             if layer.module is not None and not layer.borrows:
                 layer.module.compile(*args, **kwargs)
             else:
@@ -409,6 +419,7 @@ class PipelineModule(nn.Module):
             ValueError: If no layer has it.
         """
         for layer in self._built:
+            # With the dot, or "10.weight" would be in layer 1.
             if any(name.startswith(f"{module}.") for module in layer.modules):
                 return layer.index
         raise ValueError(f"{name!r} is in none of this rank's layers")
@@ -418,6 +429,7 @@ class PipelineModule(nn.Module):
 
         Tied modules are left out that a layer uses by a function of its own, such as one that reads their weight.
         """
+        # Reading a module's weight runs no hook of the module, and so would gather nothing.
         borrowed = {name for layer in self._built if layer.borrows for name in layer.modules}
         return [name for name in self.layer_names() if name not in borrowed]
 
@@ -487,7 +499,7 @@ class PipelineModule(nn.Module):
         if self.checkpoint_parallel_write_pipeline:
             copies = min(self._grid.data_parallel_size, len(self._built))
             bounds = uniform_bounds(len(self._built), copies)
-        if number + 1 >= len(bounds):
+        if number + 1 >= len(bounds):  # another copy writes
             return
         if checkpoint_engine is None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -522,6 +534,7 @@ class PipelineModule(nn.Module):
         Raises:
             ValueError: If the batch cannot be divided, or this rank has a part of the layers and nobody runs them.
         """
+        # Also where all layers are here: a runner sets gradients aside until the framework's own backward.
         if self.runner is not None:
             return self.runner.loss(batch)
         self._check_whole("loss")
@@ -607,6 +620,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, *, alone
 
 def _check_same_model(control: Communicator, description: str) -> None:
     """See that all ranks divide the same model in the same way; else they would wait for each other later."""
+    # Every rank compares, and so every rank raises.
     for rank, other in enumerate(control.all_gather_objects(description)):
         if other != description:
             raise ValueError(

@@ -127,7 +127,7 @@ def checked_bounds(bounds: Sequence[int], layers: int, stages: int) -> list[int]
     """
     _check_counts(layers, stages)
     found = list(bounds)
-    right = len(found) == stages + 1 and all(type(bound) is int for bound in found)
+    right = len(found) == stages + 1 and all(type(bound) is int for bound in found)  # True is no bound
     if not right or found[0] != 0 or found[-1] != layers or any(a >= b for a, b in pairwise(found)):
         raise ValueError(
             f"partition_method {found}: for {stages} stages of {layers} layers bounds are {stages + 1} increasing "
@@ -155,7 +155,7 @@ def _least_maximum(values: Sequence[int], stages: int, fits: _Fits) -> int | Non
         now: list[int | None] = [None] * (layers + 1)
         for start in range(layers - 1, -1, -1):
             for stop in range(start + 1, layers + 1):
-                if not fits(stage, start, stop):
+                if not fits(stage, start, stop):  # nor does a longer one
                     break
                 rest, weight = best[stop], sums[stop] - sums[start]
                 least = now[start]
@@ -170,6 +170,7 @@ def _least_maximum(values: Sequence[int], stages: int, fits: _Fits) -> int | Non
 def _most_even(values: Sequence[int], stages: int, largest: int, fits: _Fits) -> list[int]:
     """The chosen division among those whose stages weigh at most `largest`."""
     layers, sums = len(values), [0, *accumulate(values)]
+    # After the last stage there is nothing but the end of the layers.
     costs: list[list[tuple[int, int] | None]] = [[None] * layers + [(0, 0)]]
     nexts: list[list[int]] = []
     for stage in reversed(range(stages)):
@@ -183,6 +184,7 @@ def _most_even(values: Sequence[int], stages: int, largest: int, fits: _Fits) ->
                 rest, least = costs[-1][stop], cost[start]
                 if rest is None:
                     continue
+                # Sums over stages, so that the best end of a division is the best behind any beginning.
                 found = (weight * weight + rest[0], (stop - start) ** 2 + rest[1])
                 if least is None or found <= least:  # the last of equal ones is the longest stage
                     cost[start], follow[start] = found, stop
@@ -200,6 +202,7 @@ def _exact(weights: Sequence[Weight]) -> list[int]:
         if not isinstance(weight, (int, float)) or not isfinite(weight) or weight < 0:
             raise ValueError(f"layer {layer} has the weight {weight!r}; accepted: finite numbers from 0 on")
     fractions = [Fraction(weight) for weight in weights]
+    # Sums of floats would depend on their order, and equal stages would differ by a rounding.
     scale = lcm(*(value.denominator for value in fractions))
     return [int(value * scale) for value in fractions]
 
@@ -215,6 +218,7 @@ def _check_counts(layers: int, stages: int) -> None:
 
 
 def _no_room(bytes_of_stage: Sequence[Sequence[int]], limit: int | None, stages: int) -> str:
+    # "about": by the first stage's bytes, where most micro-batches are held at once.
     least = _least_maximum(list(bytes_of_stage[0]), stages, _Fits([[0] * len(bytes_of_stage[0])] * stages, 0))
     return (
         f"no division into {stages} stages keeps each within {limit} bytes: the largest needs about {least}; use more "
@@ -278,6 +282,7 @@ def profile_layers(
     for index, layer in enumerate(layers):
         built = layer
         if isinstance(layer, LayerSpec):
+            # Building draws initial weights: from the layer's seed, and the script's generators are put back.
             with seeds.layer(index):
                 built = layer.build()
         modules, call = modules_of(built), built
@@ -320,6 +325,7 @@ def profile_bounds(
 
 def _key(spec: LayerSpec) -> Any:
     def value(argument: Any) -> Any:
+        # Other objects may have an == that is no bool, as tensors have; the spec keeps them, so no id comes twice.
         return argument if isinstance(argument, _PLAIN) else id(argument)
 
     named = tuple((name, value(argument)) for name, argument in sorted(spec.module_kwargs.items()))
@@ -327,6 +333,7 @@ def _key(spec: LayerSpec) -> Any:
 
 
 def _built_empty(spec: LayerSpec) -> nn.Module:
+    # A layer draws initial weights, and a script's next draw must not depend on what was counted.
     with random_state_kept():
         try:
             with torch.device("meta"):
@@ -344,10 +351,12 @@ def _profile_one(modules: list[nn.Module], call: Any, sample: Any, repeats: int)
     state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     own = {storage_key(tensor.untyped_storage()) for tensor in tensors}
     seconds, kept, output = [], 0, None
+    # The first attempt makes what is made at a first use (kernels, buffers), and does not count.
     for attempt in range(repeats + 1):
         inputs = tree_map(_fresh, sample)
-        _wait(inputs)
+        _wait(inputs)  # or the copies would be measured, too
         begun = time.perf_counter()
+        # Whoever makes the module may be in no_grad; each attempt draws the same numbers, as for dropout.
         with torch.enable_grad(), random_state_kept(), _counting(own) as storages:
             output = call(inputs)
         _backward(output, tensors, inputs)
@@ -365,6 +374,7 @@ def _counting(own: set[int]) -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # Parameters are there once, whatever the number of micro-batches in flight: they are counted as state.
         if storage_key(storage) not in own:
             storages[storage_key(storage)] = storage.nbytes()
         return tensor.detach()  # else a result that is kept would hold itself
@@ -377,6 +387,7 @@ def _backward(output: Any, tensors: list[Tensor], inputs: Any) -> None:
     roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     leaves = [leaf for leaf in [*tensors, *tree_leaves(inputs)] if isinstance(leaf, Tensor) and leaf.requires_grad]
     if roots and leaves:
+        # Not backward(), which would leave gradients at the parameters.
         torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
 
 
@@ -387,6 +398,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _detached(leaf: Any) -> Any:
+    # Cut from its graph, so that the next layer's backward is measured alone.
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
@@ -463,6 +475,7 @@ def _measured(measure: Callable[[], T], together: bool) -> T:
             found = measure(), ""
         except Exception as caught:
             error, found = caught, (None, str(caught))
+    # After a failure, too: the other ranks wait for this.
     value, text = from_first_rank(found)
     if error is not None:
         raise error

@@ -98,15 +98,18 @@ class PipelinePeers:
             program: A digest of what is run, to be compared with the neighbours'.
         """
         if self._watchdog is not None:
+            # Before anything is posted: ranks that were told of a failure have left, and nobody would answer.
             self._watchdog.check()
             self._watchdog.progress()
         if len(self._ranks) == 1:
             return
+        # Broken connections do not mend; whoever has caught the failure (the end of data) may go on over new ones.
         if self._transport is None or self._transport.waits.broken:
             self._connect()
         self._run, self._program = self._run + 1, program
         assert self._transport is not None
         self._transport.waits.begin(self._run)
+        # Messages are numbered within a batch, so that the first one shows a neighbour that is out of step.
         self._sent.clear()
         self._taken.clear()
         self._come_to.clear()
@@ -152,14 +155,17 @@ class PipelinePeers:
             float32, on the CPU. None if that rank has none.
         """
         last = self._placement.rank_of(self._placement.stages - 1)
+        # Begun first: the copy runs while the other ranks are waited for.
         value = self._fetch(loss) if self._rank == last and loss is not None else None
         if self._end_outlet is not None:
             self._end_outlet.send(self._stamp(micro_batches - 1, 0), ["v", None], [], [])
         if self._rank == last:
             for inlet in self._end_inlets:
+                # All of them before the first wait: where receives are not posted ahead, this posts them.
                 inlet.come_to(self._stamp(micro_batches - 1, 0))
             for inlet in self._end_inlets:
                 inlet.take(self._stamp(micro_batches - 1, 0))
+            # Only now: the loss tells the others that all ranks have come to the end.
             there = [] if value is None else [self._fetched(*value)]
             for outlet in self._loss_outlets:
                 kinds = [TensorKind((), torch.float32, False) for _ in there]
@@ -168,7 +174,7 @@ class PipelinePeers:
         assert self._loss_inlet is not None
         self._loss_inlet.come_to(self._stamp(0, 0))
         _, tensors = self._loss_inlet.take(self._stamp(0, 0))
-        return tensors[0].clone() if tensors else None
+        return tensors[0].clone() if tensors else None  # the tensor itself would keep the message's buffer
 
     def _fetch(self, loss: Tensor) -> tuple[Tensor, Landing]:
         """Begin to copy a loss to the host."""
@@ -176,34 +182,38 @@ class PipelinePeers:
         if not self._beside:
             return value, Landing()
         if self._loss is None:
-            self._loss = HostMemory(value.nbytes, pinned=True)
+            self._loss = HostMemory(value.nbytes, pinned=True)  # into pageable memory the copy would hold the host
         there = self._loss.bytes[: value.nbytes].view(torch.float32).reshape(())
         return there, self._copies.down(value, there)
 
     def _fetched(self, value: Tensor, landing: Landing) -> Tensor:
         """That loss, when the device has come to it: for which it may have to wait for other stages' devices."""
         if self._transport is None:
-            landing.on_host()
+            landing.on_host()  # there is no other rank that could fail meanwhile
         elif self._beside:
+            # Its device waits for nobody but the stage before, so that is who gets named.
             before = max(self._placement.stages - 2, 0)
             rank = self._placement.rank_of(before)
             awaited = Awaited("the loss, which its device computes", self._rank_label(rank, before), self._ranks[rank])
             self._transport.waits.wait_until(landing.is_over, awaited)
-        return value.clone() if self._beside else value
+        return value.clone() if self._beside else value  # the next batch's loss comes into the same memory
 
     def end(self) -> None:
         """A batch is over: everything that was sent has arrived, and no device waits for another stage."""
         if self._transport is not None:
+            # Waited for before the thread that looks may sleep: only then is nothing under way.
             self._transport.finish_sends()
             self._transport.waits.rest()
 
     def fail(self, failure: Failure) -> Failure:
         """Tell all ranks; returns the failure that was first."""
+        # Ranks of other pipelines wait in collectives of this rank's data-parallel group: the watchdog tells them.
         self.leave(failure)
         return failure if self._transport is None else self._transport.waits.fail(failure)
 
     def leave(self, failure: Failure) -> None:
         """This rank gives the batch up: those of other pipelines hear of it if they wait for this rank."""
+        # With a failure of its own the watchdog has told all ranks already.
         if self._watchdog is not None and self._watchdog.failure is None:
             self._watchdog.note(f"has left the batch ({failure.text})")
 
@@ -241,6 +251,7 @@ class PipelinePeers:
         """Make the groups, with all ranks of the pipeline."""
         if self._transport is not None:
             failure = self._transport.waits.board.first()
+            # The dead do not come to make new groups: all others would wait there for the time-out.
             if failure is not None and failure.kind == "gone":
                 raise PipelineError(f"{failure.text}; without it the pipeline cannot go on")
             self._transport.close()
@@ -249,12 +260,14 @@ class PipelinePeers:
         ways = {}
         for stage in range(last):
             here, there = rank_of[stage], rank_of[stage + 1]
-            if here != there:
+            if here != there:  # else both stages are this rank's, and nothing is sent
                 ways[True, stage] = Channel(here, there, 2 * stage)
                 ways[False, stage + 1] = Channel(there, here, 2 * stage + 1)
+        # Tags above those of the stages, which end at 2 * last - 1.
         losses = {rank: Channel(rank_of[last], rank, 2 * last) for rank in range(placement.ranks)}
         del losses[rank_of[last]]
         ends = {rank: Channel(rank, rank_of[last], 2 * last + 1) for rank in losses}
+        # Ranks may have failed in different batches: all of them count from one again.
         self._run = 0
         transport = self._transport = PointToPoint(
             self._ranks, [*ways.values(), *losses.values(), *ends.values()],

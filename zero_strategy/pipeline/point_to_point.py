@@ -77,21 +77,27 @@ class PointToPoint:
         self.rank = self.ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
         self.counters = CommunicationCounters()
         key = _unused_key(f"pipeline/{name}/{'-'.join(map(str, self.ranks))}", self.rank, len(self.ranks))
+        # Ours is to end first: it names the stage and what was waited for.
         self._groups = _host_groups(self.ranks, channels, timeout + _BACKUP_SECONDS, key)
         on_device = {}
         if beside:
             seconds = timeout + _BACKUP_SECONDS
             on_device = device_payloads.device_groups(beside, self.rank, seconds, partial(_place, key))
+        # Under the same key as the groups: what a failure before left on the board must not end this transport.
         board = FailureBoard(own_store(len(self.ranks)), key)
         groups = list(dict.fromkeys(self._groups.values()))
         self.waits = BoundedWaits(
             self.ranks[self.rank], title, [*groups, *on_device.values()], board, timeout, patience, watchdog
         )
         end = self.waits.break_connections
+        # One for each direction: a message that waits for room holds up those of its own connection alone.
         self._senders = {group: _Sender(end) for group in groups}
+        # For whoever lets go of it without `close`: the thread ends, and the watchdog hears of no wait any more.
         weakref.finalize(self, self.waits.stop)
         if groups:
+            # The host's connection is asked: a device's does not tell that the other rank is gone.
             self._payloads = DevicePayloads(on_device, self.rank, device, self.waits, self._awaited, groups[0].ask)
+            # Now: at the first message NCCL would hold the host until the other rank comes to it, too.
             self._payloads.connect()
 
     def post(self, buffer: Tensor, channel: Channel) -> Any:
@@ -103,6 +109,7 @@ class PointToPoint:
         Returns:
             To be given to `wait`.
         """
+        # Gloo refuses at once on a broken connection: the error is explained as that of a wait.
         with self.waits.watching(self._awaited("a message", channel.source)):
             return self._groups[channel].receive(buffer, channel.source, channel.tag)
 
@@ -165,6 +172,7 @@ class PointToPoint:
             RankFailedError: If not all of it can have arrived.
         """
         for sender in self._senders.values():
+            # Under this rank's number, for they may be on their way to several neighbours.
             with self.waits.watching(Awaited("its messages to arrive", "a neighbour", self.ranks[self.rank])):
                 sender.finish()
         self.waits.settle()
@@ -182,6 +190,7 @@ class _Sender:
     """Posts messages in their order. Small ones are looked after at the end; for others a thread notices their end."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
+        # Two threads: the wait for one message must not hold up the posting of the next.
         self._poster, self._reaper = BackgroundWorker(interrupt=interrupt), BackgroundWorker(interrupt=interrupt)
         self._posting: Future[None] | None = None
         self._under_way: deque[Future[None]] = deque()
@@ -190,14 +199,18 @@ class _Sender:
 
     def send(self, post: Callable[[], Any], nbytes: int, done: Callable[[], None]) -> None:
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
+            self._under_way.popleft().result()  # raises what a thread has met
+        # A small one waits behind a large one that a thread still posts: messages arrive in the order of posting.
         if nbytes < _LARGE_BYTES and (self._posting is None or self._posting.done()):
+            # Posted here, as a thread would have to be woken for each.
             self._small.append((post(), done))
             self._small_bytes += nbytes
+            # Nobody has waited for them yet, so all of their buffers are held.
             if self._small_bytes > _MOST_SMALL_BYTES:
                 self._reap(self._small)
-                self._small, self._small_bytes = [], 0
+                self._small, self._small_bytes = [], 0  # a list of its own: the thread empties the other one
             return
+        # The work to wait for exists when the poster has come to it: the threads hand it on in this list.
         posted: list[tuple[Any, Callable[[], None]]] = []
         self._posting = self._poster.submit(lambda: posted.append((post(), done)))
         self._reap(posted, self._posting)
@@ -213,8 +226,9 @@ class _Sender:
     def _reap(self, posted: list[tuple[Any, Callable[[], None]]], after: Future[None] | None = None) -> None:
         def reap() -> None:
             if after is not None:
-                after.result()
+                after.result()  # where posting has failed nothing is on its way
             while posted:
+                # One by one, so that each buffer is free as soon as its own message has left.
                 work, done = posted.pop(0)
                 work.wait()
                 done()
@@ -227,6 +241,7 @@ def _unused_key(name: str, rank: int, size: int) -> str:
     if size == 1:
         return name
     store: Any = default_store()
+    # With one counter for all, ranks would get different numbers; so they agree, as all make their transports together.
     return f"{name}/{store.add(f'zero_strategy/{name}/made/{rank}', 1)}"
 
 

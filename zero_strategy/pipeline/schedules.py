@@ -125,6 +125,7 @@ class Table:
         whole = (1,) if self.forward_only else _WHOLE
         first = set(self.rows[0])
         for rank, row in enumerate(self.rows):
+            # By lengths as well: a set would not show an action that is there twice.
             if rank and len(row) == len(first) and set(row) == first:
                 continue  # the same as rank 0 does, in another order
             seen = self._seen(rank, row)
@@ -189,6 +190,7 @@ def in_rounds(kind: Kind, sizes: Sequence[int], chunks: int) -> list[Action]:
 
 def alternating(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    # Forwards run out first, by as many as came before; the backwards decide on the end.
     return [*forwards[:warm_up], *_in_turn(chain(forwards[warm_up:], repeat(None)), backwards)]
 
 
@@ -197,7 +199,7 @@ def alternating_halves(
 ) -> list[Action]:
     """Alternate, with backwards in halves: weight halves queue up, and `delay` of them stay behind until the end."""
     kept = max(0, len(weights) - delay)
-    queue = chain(repeat(None, delay), weights[:kept])
+    queue = chain(repeat(None, delay), weights[:kept])  # the column of weight halves lags behind by so many
     return [
         *forwards[:warm_up],
         *_in_turn(chain(forwards[warm_up:], repeat(None)), inputs, chain(queue, repeat(None))),
@@ -241,6 +243,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     forwards, backwards = (in_rounds(kind, sizes, chunks) for kind in (Kind.FORWARD, Kind.BACKWARD))
     rows = []
     for rank in range(stages):
+        # The first micro-batch comes to the last chunk, goes on to the last rank, and its gradient comes back.
         warm_up = (chunks - 1) * sizes[0] + 2 * (stages - 1 - rank)
         rows.append(tuple(alternating(forwards, backwards, warm_up)))
     return Table("interleaved_1f1b", micro_batches, Placement(stages, chunks), tuple(rows))
@@ -259,6 +262,7 @@ def zb_h1(stages: int, micro_batches: int, chunks: int = 1) -> Table:
     forwards, inputs, weights = (in_rounds(kind, [micro_batches], 1) for kind in _KINDS)
     rows = []
     for rank in range(stages):
+        # The last input half of rank r ends r units before that of rank 0: as many weight halves fill that time.
         rows.append(tuple(alternating_halves(forwards, inputs, weights, stages - 1 - rank, delay=rank)))
     return Table("zb_h1", micro_batches, Placement(stages), tuple(rows))
 
@@ -269,6 +273,8 @@ def interleaved_zb(stages: int, micro_batches: int, chunks: int = 2) -> Table:
     forwards, inputs, weights = (in_rounds(kind, sizes, chunks) for kind in _KINDS)
     rows = []
     for rank in range(stages):
+        # One forward for each rank further on, not two as for whole backwards: an input half comes back sooner,
+        # and fewer activations are held.
         warm_up = (chunks - 1) * sizes[0] + stages - 1 - rank
         rows.append(tuple(alternating_halves(forwards, inputs, weights, warm_up, delay=rank)))
     return Table("interleaved_zb", micro_batches, Placement(stages, chunks), tuple(rows))
@@ -298,7 +304,7 @@ def _zbv_row(stages: int, rank: int, actions: Mapping[tuple[Kind, int], Sequence
 
     def add(*keys: tuple[Kind, int]) -> None:
         for key in keys:
-            row.extend(islice(left[key], 1))
+            row.extend(islice(left[key], 1))  # nothing more where these have come to their end
 
     forwards, inputs, weights = ([(kind, chunk) for chunk in (0, 1)] for kind in _KINDS)
     for _ in range(2 * (stages - rank) - 1):  # until the first micro-batch is back up here
@@ -313,6 +319,7 @@ def _zbv_row(stages: int, rank: int, actions: Mapping[tuple[Kind, int], Sequence
         add(inputs[0], inputs[1])
     for _ in range(stages - rank):
         add(inputs[0], weights[0])
+    # Nobody waits for these: they fill the time in which other ranks still have input halves.
     return [*row, *left[weights[1]], *left[weights[0]]]
 
 
@@ -351,8 +358,9 @@ def read_csv(path: str | Path) -> Table:
         ValueError: If a cell is no action, or the cells are no whole schedule of a placement of ours.
         OSError: If the file cannot be read.
     """
-    text = io.StringIO(read_text(path), newline="")
+    text = io.StringIO(read_text(path), newline="")  # `csv` reads line ends itself
     lines = [[cell.strip() for cell in line if cell.strip()] for line in csv.reader(text)]
+    # Empty lines at the end are no ranks; before that, a rank without actions is an error.
     while lines and not lines[-1]:
         lines.pop()
     cells = [[_parse(path, rank, cell) for cell in line] for rank, line in enumerate(lines)]
@@ -373,7 +381,7 @@ def write_csv(table: Table, path: str | Path) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    with Path(path).open("w", newline="", encoding="utf-8") as file:
+    with Path(path).open("w", newline="", encoding="utf-8") as file:  # `csv` writes line ends itself
         writer = csv.writer(file)
         for rank, row in enumerate(table.rows):
             writer.writerow(f"{table.placement.stage_of(rank, a.chunk)}{a.kind.value}{a.micro_batch}" for a in row)
@@ -393,7 +401,7 @@ def _placement(path: str | Path, stages: list[set[int]]) -> Placement:
     """The placement in which the ranks have these stages."""
     ranks, chunks = len(stages), len(stages[0])
     for shape in get_args(Shape):
-        if shape == "v" and chunks != 2:
+        if shape == "v" and chunks != 2:  # `Placement` refuses such a v
             continue
         placement = Placement(ranks, chunks, shape)
         if all(stages[rank] == {placement.stage_of(rank, c) for c in range(chunks)} for rank in range(ranks)):
@@ -468,8 +476,9 @@ def placement_of(name: str, stages: int, chunks: int | None = None) -> Placement
     """Placement of a schedule's stages; see `build_table`."""
     if name.startswith(_CSV):
         table = read_csv(name.removeprefix(_CSV))
+        # No run is known yet, whose number of micro-batches the file would have to have.
         return _from_file(name, stages, table.micro_batches, chunks).placement
-    return build_table(name, stages, stages, chunks).placement
+    return build_table(name, stages, stages, chunks).placement  # any number of micro-batches: it decides on no place
 
 
 def _from_file(name: str, stages: int, micro_batches: int, chunks: int | None) -> Table:

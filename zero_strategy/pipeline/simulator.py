@@ -45,10 +45,12 @@ from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_text
 from zero_strategy.runtime.shown import shown
 
+# Above the bound for texts: a run writes a line for each action of each step.
 _MOST_BYTES = 4 << 30
 """Of a file of a timeline."""
 
 _COMPUTES = frozenset(kind.value for kind in Kind)
+# Not the input half: a micro-batch's activations are held until its weight half.
 _ENDS = (Kind.BACKWARD.value, Kind.BACKWARD_WEIGHT.value)
 
 
@@ -128,6 +130,7 @@ class Timeline:
     @property
     def steps(self) -> list[int]:
         """Numbers of the steps that all ranks have computed something in."""
+        # Not one that a rank has no computation of, as when a run was cut off: `usage` would refuse it.
         computed = [{e.step for e in self.computations(rank) if e.step is not None} for rank in range(self.ranks)]
         return sorted(set.intersection(*computed)) if computed else []
 
@@ -238,6 +241,7 @@ def _in_flight(events: Sequence[Event]) -> int:
             held[event.micro_batch] = held.get(event.micro_batch, 0) + 1
             peak = max(peak, len(held))
         elif event.kind in _ENDS:
+            # A file may begin inside of a step: an end without its forward changes nothing.
             held[event.micro_batch] = held.get(event.micro_batch, 1) - 1
             if not held[event.micro_batch]:
                 del held[event.micro_batch]
@@ -311,7 +315,7 @@ class Times:
         """
         backward, weight = _per_stage("backward", self.backward, stages), _per_stage("weight", self.weight, stages)
         sums = [b + w for b, w in zip(backward, weight, strict=True)]
-        _per_stage("latency", self.latency, stages)
+        _per_stage("latency", self.latency, stages)  # for its check alone
         return {
             FORWARD: _per_stage("forward", self.forward, stages),
             BACKWARD: sums if self.whole is None else _per_stage("whole", self.whole, stages),
@@ -364,6 +368,7 @@ class _Runner:
         """
         able = list(range(len(self.events)))
         while able:
+            # In any order: a rank's times depend on what it waits for, and not on when it is looked at.
             able += self._run(able.pop())
         stuck = [rank for rank, ops in enumerate(self._ops) if self._next[rank] < len(ops)]
         if stuck:
@@ -389,6 +394,7 @@ class _Runner:
             elif code == SEND_GRAD:
                 made = (RECV_GRAD, stage - 1, micro_batch)
                 self._there[made] = self._times[rank] + self._latency
+            # Receives, loads and the end of the batch take no time: it is computations that wait for what they need.
             self._next[rank] += 1
             if made in self._waiting:
                 woken.append(self._waiting.pop(made))
@@ -421,6 +427,6 @@ def _per_stage(what: str, time: PerStage, stages: int) -> list[float]:
     times = list(time) if isinstance(time, Sequence) else [time] * stages
     if len(times) != stages:
         raise ValueError(f"{what}: {len(times)} times for {stages} stages")
-    if any(not one >= 0 for one in times):
+    if any(not one >= 0 for one in times):  # a nan is not, either
         raise ValueError(f"{what}: times are zero or more, not {time}")
     return [float(one) for one in times]

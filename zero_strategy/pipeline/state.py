@@ -38,6 +38,7 @@ def layer_path(directory: str | Path, layer: int, topology: ProcessTopology, ran
 
 def layer_paths(directory: str | Path, layer: int) -> list[str]:
     """The files of a layer that there are, one for each slice, in their order."""
+    # Escaped: the directory's own name may have brackets, which are patterns to `glob`.
     return sorted(glob.glob(os.path.join(glob.escape(str(directory)), f"layer_{layer:02d}-*model_states.pt")))
 
 
@@ -49,6 +50,7 @@ def layers_with_files(layers: Sequence[NamedLayer]) -> dict[str, int]:
         if isinstance(layer.given, TiedLayerSpec):
             places = chosen if layer.given.forward_fn is None else borrowing
             places.setdefault(layer.given.key, layer.index)
+    # A layer that runs the module itself has a file in any case; one that borrows it only where none does.
     return {**borrowing, **chosen}
 
 
@@ -72,12 +74,13 @@ def save_layers(
         if engine is not None:
             engine.save(state_dict=state, path=path)
             continue
+        # Replaced in one step: a reader finds the former file or this one, and no part of it.
         temporary = f"{path}.{os.getpid()}.tmp"
         try:
             torch.save(state, temporary)
             os.replace(temporary, path)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)  # there is one only if something has failed
 
 
 def load_layers(
@@ -106,6 +109,7 @@ def load_layers(
         if engine is not None:
             state: dict[str, Tensor] = engine.load(path, map_location="cpu")
         else:
+            # A pipe of this name would keep the rank waiting, a pickle could run code, and a GPU may not be here.
             with open(open_regular(path), "rb") as file:
                 state = torch.load(file, map_location="cpu", weights_only=True)
         layer.load_state(state, strict)
@@ -125,6 +129,7 @@ def _files_to_read(
                 f"{directory} has no layer_{index:02d}-*model_states.pt for layer {layer.index} ({layer.class_name}); "
                 "was the checkpoint written by a model with the same layers?"
             )
+        # Slices are read as they are: nothing here joins or divides them.
         if len(found) != number:
             raise ValueError(
                 f"layer {index} in {directory} has {len(found)} files, one for each tensor-parallel slice, but "
@@ -188,6 +193,7 @@ def module_order(places: dict[str, tuple[int, ...]], prefix: str = "") -> list[s
         prefix: What all names of layers begin with.
     """
     tree: dict[str, Any] = {}
+    # First, as `PipelineModule` registers it before any layer.
     _insert(tree, f"{prefix}{TIED}".split("."))
     for name in sorted(places, key=places.__getitem__):
         _insert(tree, name.split("."))
@@ -196,7 +202,7 @@ def module_order(places: dict[str, tuple[int, ...]], prefix: str = "") -> list[s
 
 def _insert(tree: dict[str, Any], path: Iterable[str]) -> None:
     for part in path:
-        tree = tree.setdefault(part, {})
+        tree = tree.setdefault(part, {})  # dicts keep the order of insertion, as modules do
 
 
 def _walk(tree: dict[str, Any], start: str) -> Iterable[str]:
@@ -226,6 +232,7 @@ def join_states(stages: Sequence[StageGroups], states: Sequence[StateDict], pref
     for stage, state in zip(stages, states, strict=True):
         names = {number: name for name, number in _numbers(stage.groups).items()}
         found.update({numbers[names[number]]: values for number, values in state["state"].items()})
+    # In the order of numbers, in which one process's first step makes states.
     joined["state"] = {number: found[number] for number in sorted(found)}
     return joined
 
@@ -258,7 +265,7 @@ def part_of_state(stages: Sequence[StageGroups], own: StageGroups, whole: StateD
     state = {
         numbers[name]: whole["state"][number]
         for number, name in names.items()
-        if name in numbers and number in whole["state"]
+        if name in numbers and number in whole["state"]  # no state: it has taken no step
     }
     return {
         **whole,

@@ -91,6 +91,7 @@ class Tie:
             for weight in self.weights.values():
                 if _has_values(weight):
                     held = held_by(weight).detach()
+                    # Collectives take contiguous memory; of any other tensor this is a copy, which goes back below.
                     values = held.contiguous()
                     self.reduce.broadcast(values, sorted(self.ranks).index(self.owner_rank))
                     held.copy_(values)
@@ -109,6 +110,7 @@ class Tie:
                 "up their gradients; start it before the PipelineModule is made"
             )
         weights = list(self.weights.values())
+        # No rank knows whether the others have a gradient: in a sum that only some of them begin these would wait.
         flags = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
         present = torch.stack(self.control.all_gather_small(flags)).sum(0).tolist()
         for weight, holders in zip(weights, present):
@@ -127,12 +129,13 @@ def plan_ties(layers: Sequence[NamedLayer]) -> list[TiePlan]:
             keys[layer.given.key].append(layer.index)
             wanted.setdefault(layer.given.key, tuple(layer.given.tied_weight_attr))
         for name, parameter in _given_parameters(layer):
-            uses.setdefault(id(parameter), []).append((layer.index, name))
+            uses.setdefault(id(parameter), []).append((layer.index, name))  # `layers` keeps it, so no id comes twice
     plans = [TiePlan(key, tuple(found), wanted=wanted[key]) for key, found in keys.items()]
     for found_uses in uses.values():
-        indices = tuple(dict.fromkeys(index for index, _ in found_uses))
+        indices = tuple(dict.fromkeys(index for index, _ in found_uses))  # a layer may have it under several names
         names = tuple(dict.fromkeys(name for _, name in found_uses))
         plans.append(TiePlan(names[0], indices, names))
+    # All ranks go through the ties in this order, when they make groups and in every exchange.
     return sorted((plan for plan in plans if len(plan.layers) > 1), key=lambda plan: (plan.layers, plan.key))
 
 
@@ -154,16 +157,18 @@ def own_ties(
     """
     counters = CommunicationCounters()
     groups: dict[tuple[int, ...], tuple[Communicator, Communicator]] = {}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a tie may know it by any of its names
     makes, ties = grid.pp_proc_group is not None, []
     for plan in plans:
         stages = tuple(dict.fromkeys(stage_of_layer[layer] for layer in plan.layers))
         holders = tuple(sorted({rank_of_stage[stage] for stage in stages}))
+        # On one rank it is one parameter, whatever the number of stages; all ranks leave out the same ties.
         if len(holders) == 1:
             continue
+        # Before ranks that do not hold it go on: every rank takes part in making a group.
         if makes and holders not in groups:
             lists = [[pipe[holder] for holder in holders] for pipe in grid.pipe_groups]
-            reduce, control = own_group(lists), own_group(lists, backend="gloo")
+            reduce, control = own_group(lists), own_group(lists, backend="gloo")  # flags stay on the host
             groups[holders] = Communicator(reduce, counters), Communicator(control, counters)
         if grid.stage_id not in holders:
             continue
@@ -223,15 +228,16 @@ def _has_values(weight: nn.Parameter) -> bool:
 
 def _sum_gradient(weight: nn.Parameter, group: Communicator) -> None:
     held, grad = held_by(weight), weight.grad
+    # Padded, as `all_reduce` divides it among the ranks; who has no gradient adds zeros.
     flat = torch.zeros(-(-held.numel() // group.size) * group.size, dtype=_dtype(weight), device=weight.device)
     if grad is not None:
         flat[: held.numel()] = local_gradient(weight, grad).reshape(-1)
     group.all_reduce(flat).wait()
     total: Tensor = flat[: held.numel()].view(held.shape)
     if grad is None:
-        weight.grad = like(weight, total.clone())
+        weight.grad = like(weight, total.clone())  # a view would keep the padded sum
     else:
-        held_by(grad).copy_(total)
+        held_by(grad).copy_(total)  # in place, for whoever holds the gradient
 
 
 def _dtype(weight: nn.Parameter) -> torch.dtype:
@@ -262,8 +268,10 @@ class Replica:
     def collect(self, tensor: Tensor) -> None:
         """After a backward added to it: take its gradient over."""
         assert tensor.grad is not None
+        # Taken away from the tensor, whose next backward would add to it and have it counted twice.
         gradient, self.tensor.grad = local_gradient(self.tensor, tensor.grad), None
         if self.total is None:
+            # As the engine's own sums over micro-batches: in low precision small gradients would be lost.
             self.total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         else:
             self.total.add_(gradient)
@@ -346,11 +354,15 @@ class TiedWeights:
         for number, tie in enumerate(self._ties):
             mine = self.replicas.get(number, [])
             weights: list[Tensor] = [*self._owned.get(number, ()), *(replica.tensor for replica in mine)]
+            # An owner has nothing to add here: its own gradients are in the buckets of its engine.
             totals = [replica.total for replica in mine] or [None] * len(weights)
             control, reduce = tie.control, tie.reduce
             assert control is not None and reduce is not None, "an engine has process groups"
+            # Whoever has none takes part in a sum all the same, and one that nobody has anything for is left out.
             there = control.all_gather_small(torch.tensor([total is not None for total in totals], dtype=torch.int32))
             present = torch.stack(there).sum(0)
+            # Reductions are collectives of the owner's data-parallel group: all of its ranks get the same weights.
+            # Where one copy's replica got no gradient, its owner adds zeros, or reductions would go different ways.
             anywhere = torch.stack(agree(present)).sum(0) if tie.is_owner else present
             for weight, total, holders, copies in zip(weights, totals, present.tolist(), anywhere.tolist()):
                 summed = _sum(weight, total, reduce) if holders else None
@@ -381,6 +393,7 @@ class TiedWeights:
             flags = [0] * (1 + len(tie.weights))
             if tie.is_owner:
                 owned = self._owned[number]
+                # An edit in one copy counts for all: publishing gathers over the owner's data-parallel group.
                 edited = torch.tensor([_versions(owned) != self._versions.get(number)], dtype=torch.int32)
                 flags = [int(max(map(int, agree(edited)))), *(int(weight.requires_grad) for weight in owned)]
             there = tie.control.all_gather_small(torch.tensor(flags, dtype=torch.int32))
@@ -399,13 +412,13 @@ class TiedWeights:
             with gathered(owned):
                 for weight in owned:
                     tie.reduce.broadcast(held_by(weight).detach().contiguous(), _source(tie))
-            self._versions[number] = _versions(owned)
+            self._versions[number] = _versions(owned)  # what is written from here on is an edit
         else:
             for replica in self.replicas[number]:
                 held = held_by(replica.tensor)
                 values = torch.empty_like(held, memory_format=torch.contiguous_format)
                 tie.reduce.broadcast(values, _source(tie))
-                held.copy_(values)
+                held.copy_(values)  # gradients and hooks stay with the tensor
 
     def forget_gradients(self) -> None:
         """Drop what replicas have collected."""
@@ -418,6 +431,7 @@ def _replace(
     module: nn.Module, name: str, local_name: str, weight: nn.Parameter, dtype: torch.dtype | None, device: torch.device
 ) -> Replica:
     """Put a plain tensor in the place of a parameter, wherever the module has it."""
+    # The dtype that the owner computes in: its full parameter is sent as it is.
     wanted = dtype if dtype is not None and weight.is_floating_point() else weight.dtype
     held = held_by(weight)
     values = torch.empty(held.shape, dtype=wanted, device=device)
@@ -427,17 +441,17 @@ def _replace(
     replica = Replica(name, local_name, tensor)
     if tensor.is_floating_point():  # what is frozen now may be trained later
         tensor.requires_grad_().register_post_accumulate_grad_hook(replica.collect)
-    tensor.requires_grad_(weight.requires_grad)
+    tensor.requires_grad_(weight.requires_grad)  # torch hooks only what requires a gradient; now as it was
     for child in module.modules():
         for key in [key for key, parameter in parameters_of(child).items() if parameter is weight]:
-            del parameters_of(child)[key]
+            del parameters_of(child)[key]  # a module refuses a plain tensor in a parameter's place
             setattr(child, key, tensor)
     return replica
 
 
 def _source(tie: Tie) -> int:
     """The owner's place among the holders."""
-    return sorted(tie.ranks).index(tie.owner_rank)
+    return sorted(tie.ranks).index(tie.owner_rank)  # torch numbers a group's ranks in ascending order
 
 
 def _versions(weights: Sequence[nn.Parameter]) -> list[int]:

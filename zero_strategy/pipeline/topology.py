@@ -52,7 +52,7 @@ class ProcessTopology:
         if len(self.axes) != len(self.dims):
             raise ValueError(f"axes {self.axes} and dims {self.dims} differ in length; give one length for each axis")
         for axis, dim in zip(self.axes, self.dims):
-            if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
+            if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:  # True is an int, too
                 raise ValueError(f"axis {axis!r} has {dim!r} ranks; accepted: integers from 1 on")
         self.ProcessCoord = cast(Any, namedtuple)("ProcessCoord", self.axes)
         self._coords = [self.ProcessCoord(*place) for place in product(*(range(dim) for dim in self.dims))]
@@ -80,7 +80,7 @@ class ProcessTopology:
     def get_rank_repr(
         self,
         rank: int,
-        omit_axes: Iterable[str] = ("data", "pipe"),
+        omit_axes: Iterable[str] = ("data", "pipe"),  # a layer's file has one name for all stages and copies
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
@@ -221,9 +221,11 @@ class PipelineParallelGrid:
         *,
         rank: int | None = None,
     ) -> None:
+        # Who only looks at a rank need not have started as many processes.
         ranks = topology.world_size() if rank is not None and topology is not None else world_size()
         self._topo = topology if topology is not None else _default_topology(ranks)
         self.world_size, self.global_rank = ranks, world_rank() if rank is None else rank
+        # Before any group is made, which all ranks would wait for.
         self._check(process_group)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
         self.data_parallel_size = max(self._topo.get_dim("data"), 1)
@@ -242,13 +244,16 @@ class PipelineParallelGrid:
         self.ds_model_rank = self._ds_model_group.index(self.global_rank)
         self.ds_model_world_size = len(self._ds_model_group)
 
+        # All ranks make all groups, in this order: `new_group` counts its calls, and ranks meet by that number.
         makes = rank is None and has_process_group()
         self.pp_proc_group = own_group(self.pipe_groups) if makes else None
         self.dp_proc_group = own_group(self.dp_groups) if makes else None
         self.slice_proc_group = own_group(self.model_groups) if makes else None
+        # Of gloo whatever the default backend is: flags and objects are exchanged on the host.
         everyone = own_group([range(ranks)], backend="gloo") if makes else None
         self._tensor_mesh: DeviceMesh | None = None
         self._control = Communicator(everyone, CommunicationCounters())
+        # Without slices a copy of the model is one pipeline, whose group there is already.
         whole = makes and self.model_parallel_size > 1
         self.ds_model_proc_group = own_group(copies) if whole else self.pp_proc_group
 
@@ -396,6 +401,7 @@ class PipelineParallelGrid:
 
 def _default_topology(ranks: int) -> PipeDataParallelTopology:
     """Prime factors from the least on, given to pipelines and to copies in turn."""
+    # As DeepSpeed's grid without a topology divides the ranks.
     sizes, turn, factor = [1, 1], 0, 2
     while ranks > 1:
         if ranks % factor:

@@ -77,6 +77,7 @@ def failure_of(error: BaseException, rank: int, where: str, more: str = "") -> F
         return Failure("data", rank, str(error), details)
     if isinstance(error, OutOfStepError):
         return Failure("step", rank, str(error), {})
+    # Told on as it is: posted as this rank's own it would hide the rank that caused it.
     if isinstance(error, DesyncError) and error.failure is not None:
         return error.failure
     return Failure("raised", rank, f"{where}: {type(error).__name__}: {error}{more}", {})
@@ -89,11 +90,13 @@ def error_of(failure: Failure) -> Exception:
     return OutOfStepError(failure.text) if failure.kind == "step" else PipelineError(failure.text)
 
 
+# One may still be on its way while the next one is written.
 _SPARE_BUFFERS = 2
 
 
 def _next_size(posted: int, nbytes: int) -> int:
     """Bytes that the next message will be received in, after one of `nbytes` in `posted`."""
+    # Not smaller after each shorter message: the next longer one would have to be announced.
     return max(nbytes, FIRST_BYTES) if 2 * nbytes < posted else posted
 
 
@@ -132,25 +135,29 @@ class Outlet:
             plan, self._text = layout(structure, kinds, self._beside), text
             self._layout = plan
         if plan.nbytes > self._size:
+            # Of the size that the receiver has posted, in which the message itself does not fit.
             notice = self._buffer(self._size)
             announce(stamp, plan.nbytes, notice)
             self._post(notice, "control")
             self._size = plan.nbytes
         buffer = self._buffer(self._size)
         if plan.payload_bytes:
+            # The header leaves first: the receiver posts the transfer by it while the tensors are being copied here.
             write_header(stamp, plan, buffer, self._transport.payload_number(self._channel))
-            self._post(buffer, "control")
+            self._post(buffer, "control")  # the tensors' bytes are counted with the payload
             self._send_payload(plan, tensors)
         else:
             write_header(stamp, plan, buffer)
             if not self._beside:
                 write_tensors(plan, tensors, buffer)
             self._post(buffer, self._kind)
+        # The receiver computes the same when it has read this message.
         self._size = _next_size(self._size, plan.nbytes)
 
     def _send_payload(self, plan: Layout, tensors: Sequence[Tensor | None]) -> None:
         payload = self._payload_buffer(plan.payload_bytes)
         write_tensors(plan, tensors, payload)
+        # The transfer reads the memory later: it is kept until `_payload_buffer` lets the device wait for that.
         self._leaving.append((self._transport.send_payload(payload, self._channel, self._kind), payload))
 
     def _payload_buffer(self, nbytes: int) -> Tensor:
@@ -163,9 +170,11 @@ class Outlet:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _post(self, buffer: Tensor, kind: str) -> None:
+        # Free only when it has left: until then gloo reads from it.
         self._transport.send(buffer, self._channel, kind, partial(self._keep, buffer))
 
     def _keep(self, buffer: Tensor) -> None:
+        # Maybe in a thread, while `_buffer` takes some away: append and popleft of a deque are atomic.
         if len(self._spare) < _SPARE_BUFFERS:
             self._spare.append(buffer)
 
@@ -202,6 +211,7 @@ class _Reading:
 
     def wait(self) -> None:
         self._work.wait()
+        # Not after the wait: of broken connections the bytes are anybody's, and the wait explains that error, too.
         self.header = read_header(self._buffer)
 
 
@@ -253,12 +263,14 @@ class Inlet:
             stamp: What the message must belong to.
         """
         if not self._ahead:
+            # The sizes on a channel follow from one message to the next, so that one receive is posted at a time.
             if self._posted is not None:
                 assert self._stamp is not None
                 self._arrived.append(self._receive(self._stamp))
             self._stamp = stamp
             self._post_next()
         if self._beside:
+            # Now, not in `take`: the transfer then runs beside what the device computes before it.
             self._arrived.append(self._receive(stamp))
 
     def take(self, stamp: Stamp) -> tuple[Layout, list[Tensor]]:
@@ -286,6 +298,7 @@ class Inlet:
         self._posted = None
         header = self._read(work, buffer, stamp)
         if header.announced is not None:
+            # Before memory is taken for it: a rank out of step may announce any size.
             self._check(header.stamp, stamp)
             self._size = header.announced
             buffer = torch.empty(self._size, dtype=torch.uint8)
@@ -293,6 +306,7 @@ class Inlet:
         plan = self._layout
         if plan is None or plan.description != header.description:
             plan = self._layout = read_layout(header.description, self._beside)
+        # Before the next receive is posted, which needs the size that the sender uses from now on.
         self._size = _next_size(self._size, plan.nbytes)
         if self._ahead:
             self._post_next()
@@ -300,10 +314,11 @@ class Inlet:
 
     def _receive_payload(self, header: Header, plan: Layout, stamp: Stamp) -> _Arrival:
         """Begin to receive the tensors that a header tells of."""
+        # Before the transfer begins: the device would take the bytes of any message.
         self._check(header.stamp, stamp)
         payload = torch.empty(plan.payload_bytes, dtype=torch.uint8, device=self._device)
         if not plan.payload_bytes:
-            return _Arrival(header, plan, payload)
+            return _Arrival(header, plan, payload)  # no transfer follows, and the sender has counted none
         number = self._transport.payload_number(self._channel)
         if header.number != number:
             raise OutOfStepError(
@@ -318,6 +333,7 @@ class Inlet:
         self._posted = None
         if self._expected:
             self._expected -= 1
+            # A new one each time: the tensors of the message before lie in theirs, maybe until a backward.
             buffer = torch.empty(self._size, dtype=torch.uint8)
             self._posted = buffer, self._transport.post(buffer, self._channel)
 
@@ -336,6 +352,7 @@ class Inlet:
     def _check(self, found: Stamp, expected: Stamp) -> None:
         if found == expected:
             return
+        # The widest difference is named: where batch or program differ, micro-batches differ by that alone.
         if found.run != expected.run:
             differs = f"is in its batch number {found.run} of this pipeline, {self._own} in number {expected.run}"
         elif found.program != expected.program:
