@@ -79,6 +79,8 @@ class Instrumentation:
             RuntimeError: After `close`.
         """
         if self.track is None:
+            # Asked only without a watchdog's track, since `close` takes that away: what runs often looks at one
+            # attribute.
             if self._closed:
                 raise RuntimeError(f"{kind} after the engine was closed; make a new engine")
             return None
@@ -112,15 +114,17 @@ class Instrumentation:
             watched: The collective, for a watchdog.
             device: Of its tensors.
         """
+        # Nobody looks on: the transport's own job runs without a call around it.
         if watched is None and self.observed.observer is None:
             return run
 
         def seen() -> Work | None:
             if self.exchange_card is not None:
-                self.compare(watched)
+                self.compare(watched)  # inside of the job: its thread waits for other ranks, the caller does not
             ended = self.observed.transfer(kind, sent)
             work = run()
             if work is not None and watched is not None:
+                # A wait for a device's work does not hold the host, so the watchdog has to ask the work itself.
                 watched.track.under_way(watched, work, device)
             if ended is None:
                 return work
@@ -174,6 +178,7 @@ class PendingWork:
         Raises:
             DesyncError: If it never will be, where a watchdog watches.
         """
+        # Each is taken out before it is waited for: a second call, also one after an error, does nothing again.
         before, self._before = self._before, None
         if before is not None:
             before.wait()
@@ -181,6 +186,7 @@ class PendingWork:
         if self._watched is None or not works:
             self._finish(works)
         else:
+            # As a context it is the wait that a watchdog sees; for nothing there is none.
             with self._watched:
                 self._finish(works)
         then, self._then = self._then, None
@@ -249,6 +255,7 @@ def _in_order(first: Callable[[], None], run: Run) -> Run:
 
 def _finish(work: Any) -> None:
     if isinstance(work, Future):
+        # The job has made a broken connection a TransportError itself; its other errors pass as they are.
         work.result()
         return
     try:
@@ -306,6 +313,7 @@ class Communicator:
         self.group, self.counters = group, counters
         self._host, self._device = HostCollectives(group), DeviceCollectives(group)
         self.rank, self.size = self._host.rank, self._host.size
+        # NCCL alone has no connections on the host: control messages then go by way of the device.
         self._control: Collectives = self._host if self.on_host else self._device
         self._instrumentation = Instrumentation()
         self.closed = False
@@ -316,6 +324,7 @@ class Communicator:
         """Let go of threads, buffers and the process group, which its maker ends. Later collectives raise."""
         self.closed = True
         if self._end is not None:
+            # Whoever closes ends the group, in one order on all ranks; the finalizer would end it in another.
             self._end.detach()
         self.group = None
         self._instrumentation.close()
@@ -349,6 +358,8 @@ class Communicator:
             name: Tells groups of the same ranks apart; equal on all of them.
             host_group: The same ranks on the host, for a strict watchdog's own messages, where the group is of a GPU's.
         """
+        # One object may have several places in a mesh: `control` is the world group's where there is one data-parallel
+        # group.
         if self.group is None or self.size == 1 or self.track is not None:
             return
         ranks = dist.get_process_group_ranks(self.group)
@@ -356,6 +367,7 @@ class Communicator:
         if watchdog.strict:
             comparing = HostCollectives(host_group or self.group)
             if host_group is not None:
+                # No communicator has this group, so nobody else would end it.
                 end_with(comparing, host_group)
             self._instrumentation.exchange_card = comparing.exchange_card
 
@@ -395,6 +407,7 @@ class Communicator:
             after: See `all_reduce`.
         """
         if self.size == 1 or flat.numel() == 0:
+            # Nothing is sent, but the own slice may still have to come from its tier.
             fetched = None if first is None else self._carrier(flat).start(first)
             works = [] if fetched is None else [fetched]
             return self._instrumentation.pending("fetch", works, before=after)
@@ -457,6 +470,7 @@ class Communicator:
         if flat.numel() == 0:
             return self._instrumentation.pending("reduce_scatter", [], before=after)
         if self.size == 1:
+            # Not before `after` has ended, which may still write to the buffer.
             return PendingWork([], then=None if factor == 1.0 else lambda: flat.mul_(factor), before=after)
         carrier = self._carrier(flat)
         job = carrier.all_reduce(flat, factor)
@@ -464,6 +478,7 @@ class Communicator:
             return self._start("all_reduce", of, flat, carrier, job, None, after)
         job = carrier.reduce_scatter(flat, None, factor)
         summed = self._start("reduce_scatter", of, flat, carrier, job, None, after)
+        # The gather sends what the reduction leaves here, so it comes after that; one wait finishes both.
         return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), None, summed)
 
     def broadcast(self, tensor: Tensor, source: int, of: Subject = "") -> None:
@@ -503,6 +518,7 @@ class Communicator:
         sent = sum(tensor.numel() for rank, tensor in enumerate(outgoing) if rank != self.rank)
         self.counters.add("all_to_all", sent, own.itemsize)
         carrier, instrumentation = self._carrier(own), self._instrumentation
+        # Ranks send different amounts. Only the largest message has one size on all of them, as a comparison needs.
         watched = instrumentation.begin("all_to_all", of, Sized(most * own.itemsize, own.dtype))
         job = carrier.all_to_all(outgoing, incoming, most)
         run = instrumentation.around(job.run, "all_to_all", sent * own.itemsize, watched, own.device)
@@ -538,7 +554,9 @@ class Communicator:
         parts = ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,)
         for part in parts:
             self.counters.add(part, numel, itemsize)
+        # In the caller's thread, before anything is queued: numbers follow the calls, and a known failure raises here.
         watched = instrumentation.begin(kind, of, flat)
+        # Queued before the collective, which sends the slice that this brings.
         fetched = None if first is None else carrier.start(first)
         sent = len(parts) * numel * itemsize
         run = instrumentation.around(job.run, parts[0], sent, watched, flat.device)

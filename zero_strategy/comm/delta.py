@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<BBxxxxxxQQQQQQ")
 _DENSE, _GAPS, _BITMAP = 0, 1, 2
-_LONG = 255
+_LONG = 255  # the most that a byte holds: longer gaps are told apart, in four bytes each
 _FEW = 64
 """Gaps are smaller and quicker than a bitmap where at most one element of so many has changed."""
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -60,6 +60,7 @@ def encode(old: Words, new: Words) -> bytes:
         places = np.minimum(gaps, _LONG).astype(np.uint8).tobytes() + long.tobytes()
     else:
         places = np.packbits(xors != 0).tobytes()
+    # In planes, as changes are mostly in the low bits: the high planes are nearly all zeros, and become few bytes.
     planes = xors.take(at).view(np.uint8).reshape(changed, -1)
     low, high = planes[:, 0].tobytes(), np.ascontiguousarray(planes[:, 1:].T).tobytes()
     coder = _compressor()
@@ -88,6 +89,7 @@ def _decoded(data: memoryview, size: int) -> bytes:
     import zstandard
 
     try:
+        # Asked before decoding, which takes as much memory as the frame states, whoever wrote it.
         if (stated := zstandard.frame_content_size(data)) != size:
             raise ValueError(f"a stream of a payload of {stated} bytes, where {size} belong")
         found = zstandard.ZstdDecompressor().decompress(data)
@@ -159,6 +161,7 @@ def _apply_first(payload: memoryview, values: Words) -> tuple[int, int]:
     xors = np.empty((changed, itemsize), np.uint8)
     xors[:, 0] = np.frombuffer(low, np.uint8)
     xors[:, 1:] = np.frombuffer(high, np.uint8).reshape(itemsize - 1, changed).T
+    # The first write to the values: all that can be wrong with a payload has been found before.
     values[at] ^= xors.view(values.dtype)[:, 0]
     return int(changed), _HEADER.size + sum(lengths)
 
@@ -175,6 +178,6 @@ def _places(stream: bytes, kind: int, numel: int, changed: int, long: int) -> ND
         raise ValueError("a payload whose long gaps are not as many as it says")
     gaps[gaps == _LONG] = np.frombuffer(stream, "<u4", long, changed)
     found = np.cumsum(gaps + 1) - 1
-    if found[-1] >= numel:
+    if found[-1] >= numel:  # places grow, so the last one is the largest
         raise ValueError(f"a payload that changes element {found[-1]} of {numel}")
     return found

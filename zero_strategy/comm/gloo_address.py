@@ -58,8 +58,11 @@ def _advice() -> str:
 def interfaces() -> dict[str, str]:
     """IPv4 address of each network interface of this host that has one, by name."""
     found = dict[str, str]()
+    # The call wants a socket of the family, any one; nothing is sent by it.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
+            # A name has 16 bytes with the zero at its end (IFNAMSIZ); behind it come 4 bytes of family and port, then
+            # the address.
             request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # it has none
                 found[name] = socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, request)[20:24])
@@ -71,6 +74,7 @@ def name_address(name: str) -> str | None:
     with suppress(OSError):  # the name does not resolve
         for family, kind, protocol, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as waiting:
+                # Only an address of this very host can be bound.
                 waiting.bind(address)
                 return str(address[0])
     return None

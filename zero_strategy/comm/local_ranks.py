@@ -70,17 +70,22 @@ def run_local_ranks(
     Raises:
         LocalRankError: If a rank raised, died or did not end in time.
     """
+    # Before anything is made: arguments that cannot be pickled leave no folder and no process.
     call = pickle.dumps((function, arguments))
+    # The ranks share the cores of this host.
     threads = max(1, torch.get_num_threads() // ranks)
     folder = Path(tempfile.mkdtemp(prefix="zero_strategy-ranks-"))  # which nobody else may look into
     processes: list[subprocess.Popen[bytes]] = []
     results: list[Connection] = []
     environment = _environment()
     try:
+        # The call is bytes inside of these: a rank unpickles it when its path is set, for its modules may be found
+        # there only.
         (folder / _CALL).write_bytes(pickle.dumps((list(sys.path), threads, call)))
         for rank in range(ranks):
             receiving, sending = Pipe(duplex=False)
             results.append(receiving)
+            # This end is closed here once the rank has it, or the pipe would not end with the rank.
             with sending:
                 number = sending.fileno()
                 command = [sys.executable, "-m", __name__, str(folder), str(number), str(rank), str(ranks), backend]
@@ -95,13 +100,16 @@ def run_local_ranks(
             process.wait()
         for receiving in results:
             receiving.close()
+        # Not before all ranks have ended, which find each other through a file there.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:
     env = dict(os.environ)
+    # A rank is started by this module's name, so its interpreter has to find this very package.
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    # A launcher's variables are about this process; to a script that reads them, the ranks would all be this one.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     env[KEY_VARIABLE] = new_key()
@@ -157,10 +165,10 @@ def _end_with_parent(folder: Path) -> None:
     parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent:  # when it ends, the kernel gives this process another one
             time.sleep(0.2)
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        os._exit(1)  # `sys.exit` would end this thread alone
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -168,6 +176,7 @@ def _end_with_parent(folder: Path) -> None:
 def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and decides what ends
     _end_with_parent(folder)
+    # A process that the function starts, and that lives on, would keep the pipe open.
     os.set_inheritable(number, False)
     result = Connection(number, readable=False)
     path, threads, call = pickle.loads((folder / _CALL).read_bytes())
@@ -181,7 +190,7 @@ def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> Non
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         module, _, attribute = name.partition(":")
         value = getattr(import_module(module), attribute)(*arguments)
-        answer = pickle.dumps((True, value))
+        answer = pickle.dumps((True, value))  # in here, as a value that cannot be pickled is this rank's failure
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     result.send_bytes(answer)

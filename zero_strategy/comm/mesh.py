@@ -52,6 +52,7 @@ def tensor_groups_of(ranks: Sequence[int] | None, size: int) -> list[list[int]]:
     Raises:
         ValueError: If a rank's model says nothing, or other than `size`, or groups overlap.
     """
+    # Every rank looks at the answers of all, so all raise the same, and none goes on to wait for the others.
     found = [None if one is None else tuple(one) for one in gather_everywhere(ranks)]
     for rank, one in enumerate(found):
         if one is None:
@@ -261,10 +262,13 @@ class Mesh:
 
         rows = [list(dp_group[row * shard : (row + 1) * shard]) for dp_group in dp_groups for row in range(replicate)]
         columns = [list(dp_group[column::shard]) for dp_group in dp_groups for column in range(shard)]
+        # Each call makes its groups together with all ranks of the world, so none may be left out on some of them.
+        # Flags, norms and objects are in host memory: those go by gloo, whatever the default backend is.
         everyone = group_of([list(range(world))], backend="gloo")
         control = (
             everyone if len(dp_groups) == 1 else group_of([list(dp_group) for dp_group in dp_groups], backend="gloo")
         )
+        # Its ranks are those of `control`, or this one alone: no group more to make and to watch.
         if shard == 1 or replicate == 1:
             shard_control = control if replicate == 1 else Communicator(None, counters)
         else:
@@ -278,6 +282,7 @@ class Mesh:
         meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
         dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
         rank = list(dp_groups[dp_group]).index(dist.get_rank())
+        # Data-parallel groups meet one without the other, so each has keys of its own.
         local = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
         mesh = cls(
             gather=group_of(rows) if shard > 1 else Communicator(None, counters),
@@ -291,6 +296,7 @@ class Mesh:
             sequence=Communicator(None, counters) if sequence == 1 else group_of(tokens),
             counters=counters,
         )
+        # Before `_join`, which lets it watch the further groups, too.
         if watchdog is not None and watchdog.mode != "off":
             mesh._watch(
                 watchdog,
@@ -310,6 +316,7 @@ class Mesh:
         What that takes on the device is measured: the growth of what is not torch's. Communicators that a group bound
         to its GPU has made already, and what other processes take on the same GPU meanwhile, make it wrong.
         """
+        # Control messages go by gloo, which connects a group when it is made.
         groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)))
         if device.type != "cuda" or all(one.size == 1 for one in groups):
             return
@@ -328,16 +335,19 @@ class Mesh:
             return
         self.closed = True
         meeting, failed = self.world_group.barrier, self.watchdog is not None and self.watchdog.failure is not None
+        # Where the default group is gone, so are its store, through which ranks meet, and all other groups.
         if self.world_group.world_size > 1 and not failed and has_process_group():
             with suppress(Exception):  # a rank that does not come any more is no reason to stay
                 seconds = min(meeting.timeout, _CLOSING_SECONDS)
                 StoreBarrier(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").wait_for_all("close()")
         communicators = self._communicators
+        # Noted before `close` lets go of them, and each once: several communicators may share a group.
         groups = {one.group: None for one in communicators if one.group is not None}
         for communicator in communicators:
             communicator.close()
         if self.watchdog is not None:
             self.watchdog.close()
+        # In the order of `_communicators`, the same on all ranks: NCCL ends a communicator with all of its ranks.
         for group in groups:
             end_group(group)
 
@@ -372,6 +382,8 @@ class Mesh:
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
             (self.tensor, "tensor", rows), (self.sequence, "sequence", tokens),
         ):  # fmt: skip
+            # A strict watchdog compares on the host: groups of GPUs get a second one there. Making it takes all ranks,
+            # and all decide alike, as sizes and backends are the same everywhere.
             host_group = on_host(lists) if strict and communicator.size > 1 and not communicator.on_host else None
             communicator.guarded(watchdog, what, host_group)
         for meeting, control in ((self.world_group.barrier, world_group), (self.barrier, self.control)):

@@ -132,13 +132,16 @@ def init_distributed(
     rank = 0 if place is None else place.rank
     backend = _backend(dist_backend, loud=rank == 0)
     if place is None:
+        # A store in memory: one rank needs no port, which another process of the host may have.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    # Before the group is started, which reads them (env://).
     os.environ.update(
         RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
         MASTER_ADDR=place.address, MASTER_PORT=os.environ.get("MASTER_PORT") or str(_port(place, distributed_port)),
     )  # fmt: skip
     if "nccl" in backend:
+        # Before any collective: NCCL asks the current device which GPU a communicator is for.
         occupy(gpu_of_local_rank(place.local_rank))
     if verbose and rank == 0:
         print(f"zero_strategy: {place.world_size} ranks started by {place.launcher}, backend {backend}", flush=True)
@@ -343,12 +346,13 @@ def end_with(owner: object, group: ProcessGroup) -> weakref.finalize[..., Any]:
     communicator with all of its ranks, in one order, and garbage has none.
     """
     finalizer = weakref.finalize(owner, _end_dropped, group, os.getpid())
+    # At exit the connections end with the process, and torch may be half gone.
     finalizer.atexit = False
     return finalizer
 
 
 def _end_dropped(group: ProcessGroup, pid: int) -> None:
-    if os.getpid() != pid or sys.is_finalizing():
+    if os.getpid() != pid or sys.is_finalizing():  # in a fork the group is its parent's
         return
     with suppress(Exception):  # collected anywhere: whoever runs there has not asked for it
         if not _on_gpus(group):

@@ -150,6 +150,7 @@ def encode_card(text: str) -> Tensor:
     """A short text as bytes of a fixed length."""
     encoded = text.encode()
     assert len(encoded) <= _CARD_BYTES
+    # Not of `bytes`: torch warns of memory that cannot be written to.
     return torch.frombuffer(bytearray(encoded.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -177,6 +178,8 @@ class MeetingPipes:
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._timeout = rank, timeout
+        # Reads come back with what is there: waiting is for `poll`, which also hears of processes that end. This rank
+        # has its own writing end open, too, so that `abort` of another thread can wake it.
         self._own, self._own_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._descriptors = [self._own, self._own_end]
         self._ends: dict[int, int] = {}
@@ -186,6 +189,7 @@ class MeetingPipes:
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
         self._broken: TransportError | None = None
+        # The list grows as descriptors are opened: what a `connect` that fails has opened is closed as well.
         weakref.finalize(self, _close, self._descriptors)
 
     @property
@@ -224,6 +228,7 @@ class MeetingPipes:
         deadline = 0.0
         while missing := [peer for peer, told in self._told.items() if not told]:
             if not self._read():
+                # The clock is read only if somebody has not come yet: mostly all are there.
                 deadline = deadline or time.monotonic() + self._timeout
                 self._await(missing, deadline)
         return {peer: told.popleft() for peer, told in self._told.items()}
@@ -237,6 +242,7 @@ class MeetingPipes:
     def _read(self) -> bool:
         """Take what has come; returns whether anything had."""
         try:
+            # A multiple of the record: each was written in one piece, so none is cut.
             data = os.read(self._own, 64 * _RECORD.size)
         except BlockingIOError:
             return False
@@ -258,6 +264,7 @@ class MeetingPipes:
         left = deadline - time.monotonic()
         ready = {descriptor for descriptor, _ in self._poll.poll(max(left, 0.0) * 1e3)}
         for process in ready - {self._own}:
+            # A process that has ended stays ready: every `poll` from now on would return at once.
             self._poll.unregister(process)
             self._ended.add(self._processes.pop(process))
         if not ready:
@@ -280,7 +287,7 @@ SLOT_BYTES = 1 << 20
 """Two of each rank are resident in every rank of the group; larger ones are no faster."""
 LEAST_BYTES = 64 << 10
 """Of a message to one peer; smaller ones, which are few in a step, go by gloo."""
-_HEADER = 4096
+_HEADER = 4096  # a page, for the token, so that the slots begin at pages
 _NBYTES = _HEADER + 2 * SLOT_BYTES
 """Of each rank's memory."""
 _WAYS_OUT = {
@@ -333,6 +340,7 @@ class SharedMemoryExchange:
         self._memory: dict[int, mmap.mmap] = {}
         self._pipes: MeetingPipes | None = None
         local, refused = None, ""
+        # A rank without memory takes part in both exchanges all the same, with an empty card: they take all ranks.
         cards = [encode_card("") for _ in range(size)]
         if _is_wanted():
             try:
@@ -347,6 +355,7 @@ class SharedMemoryExchange:
         opened = self._pipes is not None
         for peer in (peer for peer in range(size) if peer != rank):
             try:
+                # Nothing more is opened after the first failure: then nobody uses any of it.
                 opened = opened and self._open(peer, decode_card(cards[peer]))
             except OSError as error:
                 opened, refused = False, _refused(f"that of rank {peer}", error)
@@ -354,6 +363,7 @@ class SharedMemoryExchange:
         plain([flags[rank]] * size, flags)
         self.available = all(map(bool, flags))
         if local is not None:
+            # Peers open the memory through this descriptor. Now all have: the exchange of flags was a meeting as well.
             os.close(local[0])
         if not self.available:
             self._memory.clear()
@@ -395,6 +405,7 @@ class SharedMemoryExchange:
             What came, to be read before the next round.
         """
         peers = [peer for peer in range(self._size) if peer != self._rank]
+        # One message for all peers, as in a gather, is written once; the slot then holds a larger part of it.
         alike = all(outgoing[peer] is outgoing[peers[0]] for peer in peers)
         sent = [outgoing[peer] for peer in (peers[:1] if alike else peers)]
         step, total = step_bytes(len(sent)), sent[0].nbytes
@@ -413,6 +424,7 @@ class SharedMemoryExchange:
 
     def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int) -> None:
         """Sends outgoing[r] to each other rank r while incoming[r] arrives from it; `most` bytes at most, on all."""
+        # One object for each tensor: `rounds` tells by identity that all peers get the same.
         messages = {id(tensor): TensorMessage(tensor, most) for tensor in outgoing}
         for one in self.rounds([messages[id(tensor)] for tensor in outgoing]):
             for peer, part in one.parts.items():
@@ -441,7 +453,7 @@ def _slot(number: int) -> int:
 
 def step_bytes(parts: int) -> int:
     """Most bytes of each message in a round, where so many different ones go out."""
-    return SLOT_BYTES // parts // 64 * 64
+    return SLOT_BYTES // parts // 64 * 64  # 64: a multiple of every element's size, so that no part cuts one
 
 
 def used_bytes(message: int, parts: int) -> int:

@@ -89,6 +89,7 @@ class SaveBoard:
         """This rank has finished a phase."""
         self._phases.add(phase)
         if self._store is not None:
+            # The own key before the count: whoever sees the count complete finds the key of any rank.
             self._store.set(f"{self._key}/{phase}/{self.rank}", "")
             self._store.add(f"{self._key}/{phase}", 1)
 
@@ -103,6 +104,7 @@ class SaveBoard:
         chunks = range(0, len(content), _CHUNK_BYTES)
         for number, begin in enumerate(chunks):
             self._store.set(f"{self._key}/{name}/{self.rank}/{number}", content[begin : begin + _CHUNK_BYTES])
+        # Last, since this is the key that `receive` waits for before it reads the chunks.
         self._store.set(f"{self._key}/{name}/{self.rank}", str(len(chunks)))
         self._sent[name] = len(chunks)
 
@@ -124,6 +126,7 @@ class SaveBoard:
             if due:
                 self._told = now
         if due:
+            # Outside of the lock: a message takes a while, and threads that write need not wait for it.
             self._store.add(f"{self._key}/progress/{self.rank}", 1)
 
     @contextmanager
@@ -150,6 +153,7 @@ class SaveBoard:
     def fail(self, reason: str) -> None:
         """This rank has failed."""
         if self._store is not None:
+            # The reason before the count, which the others look at first.
             self._store.set(f"{self._key}/failed/{self.rank}", reason)
             self._store.add(f"{self._key}/failed", 1)
 
@@ -164,7 +168,9 @@ class SaveBoard:
         watch = _Watch(self._store, self._key, self.timeout, self._lost)
         pause, begun, told = 0.0005, time.monotonic(), False
         while not self._finished(phase, rank):
+            # A rank that has failed never finishes the phase.
             self.check()
+            # The main thread is over and the process seems to hang: its user shall know why.
             if not told and time.monotonic() - begun > _TELL_SECONDS and not threading.main_thread().is_alive():
                 told = True
                 whom = "other ranks" if rank is None else f"rank {rank}"
@@ -182,6 +188,7 @@ class SaveBoard:
 
     def check(self) -> None:
         """Raises FailedElsewhereError if another rank has failed."""
+        # Adding nothing reads a count; `get` would wait for one that nobody has begun.
         if self._store is None or self._store.add(f"{self._key}/failed", 0) == 0:
             return
         reasons = {}
@@ -313,6 +320,7 @@ class StoreBarrier:
         store = default_store() if self._store is None else self._store
         self._round += 1
         key = f"zero_strategy/{self.prefix}/{self._round}"
+        # `arrived` comes last: whoever completes it finds the call of every rank.
         came = store.add(f"{key}/events", 1)
         store.set(f"{key}/{self.rank}", call)
         store.add(f"{key}/as/{call}", 1)
@@ -337,7 +345,7 @@ class StoreBarrier:
             if time.monotonic() > deadline:
                 deadline = self._withdraw(store, key, call, came)
             if self.track is not None:
-                self.track.watchdog.check()
+                self.track.watchdog.check()  # a failure that is known ends this wait, too
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
 
@@ -351,12 +359,14 @@ class StoreBarrier:
             BarrierError: Names the ranks that did not come.
         """
         if store.add(f"{key}/arrived", -1) == self.world_size - 1:
+            # It was complete: the last rank has counted this one in, and leaves an answer.
             store.add(f"{key}/arrived", 1)
             return time.monotonic() + self.timeout
         absent = [rank for rank in range(self.world_size) if not self._was_there(store, key, rank, came)]
         store.add(f"{key}/as/{call}", -1)
         store.set(f"{key}/left/{self.rank}", str(store.add(f"{key}/events", 1)))
         store.delete_key(f"{key}/{self.rank}")
+        # Called once more, this rank comes to the same meeting, where the others will look for it.
         self._round -= 1
         if self.track is not None:
             self.track.withdraw()
@@ -423,6 +433,7 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
     else:
         store.set(f"{prefix}/{rank}", json.dumps(dict(values)))
         try:
+            # Longer than rank 0, which answers only when it has waited for all, or has given them up.
             store.wait([f"{prefix}/answer"], limit + timedelta(seconds=5))
         except dist.DistStoreError:
             raise BarrierError(f"{call}; rank {rank} waited {timeout:g} s, and rank 0 did not come") from None
@@ -490,6 +501,7 @@ def together(control: Communicator, action: Callable[[], T]) -> T:
         found.append(action())
     except Exception as caught:
         error = caught
+    # All take part before anyone raises, or the other ranks would wait here.
     reports = control.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error

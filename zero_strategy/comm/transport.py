@@ -176,6 +176,7 @@ def _carries(group: dist.ProcessGroup, device: str) -> bool:
     try:
         return backend_of(group, device) is not None
     except RuntimeError:
+        # This is how torch says that a group has no backend for a device.
         return False
 
 
@@ -205,11 +206,13 @@ def _all_gather_objects(value: Any, group: dist.ProcessGroup, device: torch.devi
     """
     size = dist.get_world_size(group)
     key = os.environ.get(KEY_VARIABLE)
+    # Only ranks that a command has started have a key. Others trust their network, as torch does.
     if key is None:
         values: list[Any] = [None] * size
         dist.all_gather_object(values, value, group=group)
         return values
     messages = _gather_bytes(_seal(pickle.dumps(value), key), group, size, device)
+    # All of them are checked before anything is unpickled.
     for rank, message in enumerate(messages):
         if not hmac.compare_digest(message, _seal(message[_MAC_BYTES:], key)):
             raise RuntimeError(
@@ -224,10 +227,12 @@ def _seal(data: bytes, key: str) -> bytes:
 
 
 def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: torch.device) -> list[bytes]:
+    # A gather takes one size from all ranks, so the longest message is found first, and the others are padded.
     lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
     counts = [int(length) for length in lengths]
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    # A bytearray, since torch warns of memory that cannot be written to.
     padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(everyone, padded, group=group)
@@ -253,7 +258,7 @@ def gather_by_doubling(
     rows[0] = value.reshape(-1)
     have = 1
     while have < size:
-        count = min(have, size - have)
+        count = min(have, size - have)  # the last round brings what is missing, if size is no power of two
         swap(rows[:count], (rank - have) % size, rows[have : have + count], (rank + have) % size)
         have += count
     return [rows[(other - rank) % size].view(value.shape) for other in range(size)]
@@ -266,7 +271,7 @@ class HostCollectives(Collectives):
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
-        self._worker = BackgroundWorker(interrupt=self.abort)
+        self._worker = BackgroundWorker(interrupt=self.abort)  # at exit a job may wait for a rank that is gone
         self._buffers: dict[int, Tensor] = {}
         self._shared: SharedMemoryExchange | None = None
 
@@ -277,7 +282,7 @@ class HostCollectives(Collectives):
     def close(self) -> None:
         """See `Collectives`."""
         super().close()
-        self._worker, self._shared = BackgroundWorker(), None
+        self._worker, self._shared = BackgroundWorker(), None  # the old one's thread ends with its object
         self._buffers.clear()
 
     def abort(self) -> None:
@@ -314,6 +319,7 @@ class HostCollectives(Collectives):
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`."""
+        # Of nothing `exchange` sends no messages; every round of a doubling would send one.
         if self.size > _MOST_DIRECT and value.numel():
             return gather_by_doubling(value, self.rank, self.size, self._swap)
         self.exchange([value] * self.size, values := self._room_for_all(value))
@@ -419,6 +425,7 @@ class HostCollectives(Collectives):
         if nbytes < LEAST_BYTES:
             return None
         if self._shared is None:
+            # Made by all ranks together: exchanges come in one order, and this size is the same on all.
             self._shared = SharedMemoryExchange(self.rank, self.size, self._exchange_by_gloo, self._timeout())
         return self._shared if self._shared.available else None
 
@@ -432,8 +439,9 @@ class HostCollectives(Collectives):
         works, tag = [], 1 + (outgoing[self.rank].nbytes if most is None else most) % (1 << 30)
         try:
             for step in range(1, self.size):
+                # In each step a rank sends to one other and receives from one other: none is the target of all at once.
                 target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                if incoming[source].numel():
+                if incoming[source].numel():  # of nothing neither side posts a message
                     works.append(dist.irecv(incoming[source], group=self.group, group_src=source, tag=tag))
                 if outgoing[target].numel():
                     works.append(dist.isend(outgoing[target], group=self.group, group_dst=target, tag=tag))
@@ -477,6 +485,7 @@ class WaitedOnce:
                 self._work.wait()
                 self._work = None
                 if self._device.type == "cuda":
+                    # The result comes on this stream: a later wait on another one has to follow it.
                     self._there = torch.cuda.current_stream(self._device).record_event()
             elif self._there is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._there)
@@ -558,7 +567,7 @@ class DeviceCollectives(Collectives):
         """See `Collectives`."""
         if outgoing[self.rank].dtype not in _NATIVE_DTYPES:
             outgoing, incoming = ([tensor.view(torch.uint8) for tensor in each] for each in (outgoing, incoming))
-        nothing = outgoing[self.rank].new_empty(0)
+        nothing = outgoing[self.rank].new_empty(0)  # the own part stays where it is
         sent, wanted = ([*each[: self.rank], nothing, *each[self.rank + 1 :]] for each in (outgoing, incoming))
         flat = torch.empty(sum(tensor.numel() for tensor in wanted), dtype=nothing.dtype, device=nothing.device)
         parts = flat.split([tensor.numel() for tensor in wanted])

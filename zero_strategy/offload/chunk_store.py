@@ -54,6 +54,8 @@ class Allowance:
         count = 0
         for size in sizes:
             pages = _whole_pages(size)
+            # Not even a smaller one behind it: what stays is one range of a vector, from its first chunk in the tier
+            # on.
             if pages > self.left:
                 break
             self.left -= pages
@@ -137,6 +139,7 @@ class ChunkStore:
                 if sizes:
                     tier.reserve(sizes)
         except BaseException:
+            # No vector is added, so the allowance is for others again.
             self._leave(made.values())
             raise
         self.vectors.update(made)
@@ -175,7 +178,7 @@ class ChunkStore:
         """Give up vectors."""
         with self.lock:
             for vector in vectors:
-                vector.let_copies_end()
+                vector.let_copies_end()  # the memory goes
                 del self.vectors[vector.name]
                 for number in range(len(vector.written)):
                     self._cache.pop((vector.name, number), None)
@@ -195,6 +198,7 @@ class ChunkStore:
         key = (vector.name, number)
         if key not in self._cache:
             with self.transferring:
+                # What a pass has left being written is in its record, or known to have failed, before a range is read.
                 self.transfers.settle()
             while len(self._cache) >= self._limit:
                 self._evict()
@@ -244,6 +248,8 @@ class ChunkStore:
             OSError: If something could not be written; what that was is refused from then on.
         """
         with contextlib.ExitStack() as all_of_it:
+            # Called from the last on, and all of them, whichever raise: reads ahead are dropped, writes end, errors are
+            # told.
             all_of_it.callback(self._settle_transfers)
             for slots in self.passes:
                 all_of_it.callback(slots.tell_failure)
@@ -301,6 +307,7 @@ class FileCopies:
         Raises:
             OSError: If there is none.
         """
+        # Of no bytes there is no record; `read` knows.
         wanted = {name: size for name, size in sizes.items() if size}
         if wanted == self._sizes:
             return
@@ -308,6 +315,7 @@ class FileCopies:
         parts = [part for name, size in wanted.items() for part in _parts(self._at(name), size)]
         if parts:
             self._tier.reserve({record: stop - start for record, start, stop in parts})
+        # Only now: had there been no room, `clear` would give back records that are not there.
         self._sizes = wanted
 
     def clear(self) -> None:
@@ -330,6 +338,7 @@ class FileCopies:
                 values = tensor.detach().reshape(-1).view(torch.uint8)
                 for record, start, stop in _parts(self._at(name), values.numel()):
                     slot, turn = turn % _UNDER_WAY, turn + 1
+                    # Taken out first, so that the wait at the end does not raise its error once more.
                     before, pending[slot] = pending[slot], None
                     if before is not None:
                         before.wait()
@@ -424,9 +433,11 @@ class StateImages:
             OSError: If the tier fails.
         """
         for store in {image.vector.store for image in self._images.values()}:
+            # The cache is newer than the records, which are held as they are.
             store.write_changes()
         for image in self._images.values():
             image.hold()
+        # Training waits for these copies, since it changes in place what they are made of.
         self._copies.write(self._resident())
 
     def _resident(self) -> Iterator[tuple[str, Tensor]]:
@@ -488,7 +499,7 @@ class _Image:
 
     def hold(self) -> None:
         """Keep chunks in files as they are now."""
-        for number in sorted(self.wanted & self.vector.spares):
+        for number in sorted(self.wanted & self.vector.spares):  # what lies in memory has no spare place
             record = self.vector.hold(number)
             if record is not None:
                 self.records[number] = record

@@ -172,6 +172,7 @@ class ChunkSlots:
         self.forget_ahead()
         try:
             for slot, chunk in enumerate(wanted):
+                # The last pass may still write from this memory.
                 self._settle_slot(slot)
                 begun = _ReadAhead(chunk, [], _what_to_read(chunk))
                 self._early.append(begun)
@@ -218,19 +219,22 @@ class ChunkSlots:
         Raises:
             OSError: If the tier fails; what `work` raises.
         """
+        # Taken over: whatever happens in this pass, the next one begins without them.
         early, self._early = self._early, []
         count, reads, begun = len(self._slots), {index: each.pending for index, each in enumerate(early)}, False
         try:
             for index, chunk in enumerate(chunks):
                 last = min(index + self._ahead, len(chunks) - 1)
+                # The first chunk's turn fills all slots ahead, each later one the next.
                 for ahead in range(index + self._ahead if index else 0, last + 1):
                     there = ahead < len(early)
-                    if not there:
+                    if not there:  # else `read_ahead` has done it
                         self._settle_slot(ahead % count)
+                    # Read ahead, it lacks only what a pass leaves unchanged, which could still change then.
                     keys = chunks[ahead].unchanged if there else chunks[ahead].vectors.keys()
                     self._read(chunks[ahead], ahead % count, reads.setdefault(ahead, []), keys)
                 wait_all(reads.pop(index))
-                begun = True
+                begun = True  # from here on chunks may be of two states
                 landing = work(chunk, self._held(chunk, index % count))
                 if isinstance(landing, Landing):
                     self._copied[index % count] = landing
@@ -245,6 +249,7 @@ class ChunkSlots:
             with contextlib.suppress(Exception):
                 self.settle()
             if begun:
+                # All of them: those that were done are of the new state, the rest of the old one.
                 _mark_partially_applied(chunks, error)
             raise
 
@@ -304,6 +309,7 @@ class ChunkSlots:
 
     def _write(self, chunk: Chunk, slot: int) -> None:
         pending: list[PendingIO] = []
+        # Noted before the first write begins: what is under way is waited for, also where the next one raises.
         self._writes[slot] = chunk, pending
         for key, vector in chunk.vectors.items():
             if key in chunk.unchanged or vector.is_resident(chunk.number):
@@ -473,6 +479,7 @@ class OffloadedVector:
             if memory is None:
                 return None
             chunk = memory
+            # Copies to the device only read, and so matter to whoever writes; copies from it matter to readers, too.
             if self._coming_down is not None or change or not self.written[number]:
                 self.let_copies_end()
         if not self.written[number]:
@@ -488,6 +495,7 @@ class OffloadedVector:
             if landing is not None:
                 landing.on_host()
         if copies[1] is not None:
+            # The host has waited for the last of them, so their memory on the device may go.
             self.store.copies.end_sums()
 
     def is_resident(self, number: int) -> bool:
@@ -567,6 +575,7 @@ class OffloadedVector:
         """Refuse to read a chunk in the tier until it is written anew; what is held of it is as good as before."""
         if number >= self._first:
             self.tier_of(number).mark_partially_applied([self.target(number)], reason)
+            # The refused place is the present one from now on; what a save holds stays in the other.
             self._present[number] = self._target(number)
 
     def _target(self, number: int) -> int:
@@ -604,12 +613,14 @@ class OffloadedVector:
                 if (chunk := self.resident(number)) is None:
                     away.append(number)
                 else:
+                    # All go by one stream, so the end of the last copy is that of all.
                     self._going_up = landing = self.store.copies.up(chunk, out[begin:end], keep=False)
             return self._read_away(away, out) if away else landing
 
     def _read_away(self, numbers: list[int], out: Tensor) -> Landing:
         """The chunks of these numbers, which have to be read; the end of the last copy."""
         with self.store.lock:
+            # Changed chunks of the cache are newer than the records, which a pass reads past it.
             self.store.flush()
         chunks = [Chunk(number, *self.chunks[number], {_ONLY: self}, unchanged=_KEYS) for number in numbers]
 
@@ -657,8 +668,10 @@ class OffloadedVector:
             if look is not None:
                 look(chunk.start, target)
 
+        # Before anything moves: what has been read ahead of the old values serves no step any more.
         self.version += 1
         with self.store.lock:
+            # The cache is written and emptied first: its chunks would be older than the sums, and written over them.
             self.store.flush()
         work: Callable[[Chunk, dict[str, Tensor]], object] = add
         with self.store.observed.span("copy", self.name, self.numel * self.dtype.itemsize):
@@ -697,6 +710,7 @@ class OffloadedVector:
             if memory is None:
                 rest.append(chunk)
                 continue
+            # The device reads what it adds to, so what was never written is filled by the host, when no copy runs.
             if not first and not self.written[chunk.number]:
                 self.let_copies_end()
                 memory.fill_(self.fill)
@@ -788,6 +802,7 @@ def visit(parts: Sequence[OffloadedPart], look: Callable[[list[int], list[Tensor
             look(places[chunk.number], found)
 
         with vector.store.lock:
+            # Changed chunks of the cache are newer than the records, which a pass reads past it.
             vector.store.flush()
         chunks = [Chunk(number, *vector.chunks[number], {_ONLY: vector}, unchanged=_KEYS) for number in sorted(places)]
         with vector.store.transferring:

@@ -58,7 +58,7 @@ def direct_rules(fd: int) -> DirectRules | None:
     if not mask & _STATX_DIOALIGN:  # an older kernel, or a file system that does not say
         return DirectRules(PAGE, PAGE)
     memory, offset = struct.unpack_from("=II", found.raw, _FIELDS_AT)
-    return DirectRules(memory, offset) if memory and offset else None
+    return DirectRules(memory, offset) if memory and offset else None  # 0: no direct I/O on this file
 
 
 def can_read(fd: int, rules: DirectRules) -> bool:
@@ -70,6 +70,7 @@ def can_read(fd: int, rules: DirectRules) -> bool:
     nbytes, arena = max(rules.offset, PAGE), AlignedArena()
     arena.reserve(nbytes + rules.memory)
     memory = arena.take(nbytes + rules.memory, 0)
+    # The rules may ask for more than a page.
     memory = memory[-memory.data_ptr() % rules.memory :][:nbytes]
     try:
         os.preadv(fd, [memory_of(memory)], 0)
@@ -162,6 +163,7 @@ class Request:
             OSError: If they could not be; with the file's path, the byte offset, the bytes and the cause.
             TimeoutError: If no call to the kernel has ended for the queue's `stall_seconds`.
         """
+        # The whole queue's calls count: a request may wait long for its turn while others move.
         seen, since = self._queue.calls(), time.monotonic()
         while not self._look(_LOOK_MILLISECONDS):
             calls = self._queue.calls()
@@ -182,6 +184,7 @@ class Request:
         try:
             if self._outcome is None:
                 self._outcome = self._queue.look(self._number, milliseconds)
+                # One that failed stays until somebody has been told: `drain` looks for those.
                 if self._outcome is not None and not self._outcome.error:
                     self._queue.forget(self._number)
             return self._outcome is not None
@@ -254,6 +257,7 @@ class FileQueue(ABC):
             number = self._begin(kind, extents)
             request = Request(self, number, kind, extents)
             self._requests[number] = request
+        # Outside of the lock, which letting go of requests takes.
         self._sweep()
         return request
 
@@ -286,12 +290,13 @@ class FileQueue(ABC):
             OSError: The first error that nobody has been told of; the queue is closed all the same.
             TimeoutError: If the drive does not answer. What it may still touch is kept until it does.
         """
-        if self._closed or os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:  # a fork's parent goes on with it
             return
         try:
             if not cancel:
                 self.drain()
         finally:
+            # Before it ends: `look` must not go into a queue whose handle is gone.
             self._closed = True
             if not self._stop():
                 self._linger()
@@ -348,6 +353,7 @@ class FileQueue(ABC):
     def _sweep(self) -> None:
         """Lets go of the oldest requests that are over, so that ones that nobody waits for do not pile up."""
         for request in list(self._requests.values()):
+            # The first that goes on ends it, so that a submission does not ask after all that is under way.
             if not request.done():
                 break
 

@@ -140,6 +140,7 @@ class NativeQueue(FileQueue):
         self._library.zs_io_forget(self._handle, number)
 
     def _stop(self) -> bool:
+        # From here on it is closed by hand: a handle is closed once, and `_linger` may have to try again.
         self._finalizer.detach()
         return _close(self._library, self._handle, _milliseconds(self.stall_seconds), self._process)
 
@@ -153,7 +154,7 @@ def _milliseconds(seconds: float) -> int:
     return min(int(seconds * 1e3) + 1, 1 << 30)
 
 
-_MOST_RETRIES = 100
+_MOST_RETRIES = 100  # as in cpp/io/queue.h, so that all queues give up alike
 _MOST_STALLS = 1
 
 
@@ -199,6 +200,7 @@ class _Block:
         if moved >= len(self.memory):
             self.done = len(self.memory)
             return False
+        # Direct I/O goes on at aligned bytes only: what came behind the last one is moved again.
         kept = moved - moved % self.alignment
         if kept > self.done:
             self.done, self.stalls = kept, 0
@@ -248,6 +250,7 @@ class _Work:
         self._last = 0
         self._closing = False
         self.calls = 0
+        # Daemons: a call that a drive never answers must not keep the process from its end.
         self._threads = [threading.Thread(target=self._run, name="file-queue", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -256,7 +259,7 @@ class _Work:
         with self._changed:
             self._last += 1
             self._jobs[self._last] = job
-            if not job.over:
+            if not job.over:  # one of no bytes is over at once
                 self._waiting.append(job)
                 self._changed.notify_all()
             return self._last
@@ -279,12 +282,13 @@ class _Work:
                 if not job.outcome.error:
                     block = job.blocks[0]
                     job.outcome = Outcome(errno.ECANCELED, block.index, block.offset, len(block.memory))
+            # Also jobs of which some blocks are under way: these end, and the rest of them is cancelled.
             self._waiting.clear()
             self._changed.notify_all()
             idle = self._changed.wait_for(lambda: not any(job.under_way for job in self._jobs.values()), seconds)
         if idle:
             for thread in self._threads:
-                thread.join()
+                thread.join()  # one in a call that does not return could not be joined
         return idle
 
     def _take(self) -> tuple[_Job, _Block] | None:
@@ -309,7 +313,7 @@ class _Work:
                     self._changed.wait()
             job, block = taken
             while block.again(job.kind, _call(job.kind, block)):
-                self.calls += 1
+                self.calls += 1  # without the lock: it only tells that something moves
             with self._changed:
                 self.calls += 1
                 job.under_way -= 1
@@ -380,6 +384,7 @@ def _first_of_all(depth: int, block_bytes: int, stall_seconds: float) -> FileQue
         _say_once(f"no native file I/O ({queue.reason}); threads of Python run instead")
         return queue
     try:
+        # An old kernel refuses it, and so may the filter of a container.
         return NativeQueue("io_uring", depth, block_bytes, stall_seconds)
     except OSError as error:
         queue = NativeQueue("threads", depth, block_bytes, stall_seconds)

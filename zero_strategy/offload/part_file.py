@@ -113,6 +113,7 @@ class Owner:
         if self.host != here.host or self.boot != here.boot or here.boot == _UNKNOWN:
             return False
         started = _started(self.pid)
+        # 0 is a start that could not be read: no evidence of another process.
         return started is None or (started != self.start and 0 not in (started, self.start))
 
     def unseen(self) -> bool:
@@ -229,8 +230,11 @@ class PartFile:
         self.rules: DirectRules | None = None
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._direct = -1
+        # In place before anything else can fail, which would leave the name behind.
         self._finalizer = weakref.finalize(self, _discard, [self._fd], self.path, os.getpid())
+        # At once: to whoever looks from another container the lock alone says that the file is in use.
         lock(self._fd)
+        # By its name, and so before that goes.
         self._open_direct()
         named: Path | None = self.path
         if not keep_name:
@@ -238,6 +242,7 @@ class PartFile:
                 self.path.unlink()
                 named = None
         self._finalizer.detach()
+        # Anew, for both descriptors, and without the name where that has gone.
         fds = [fd for fd in (self._fd, self._direct) if fd >= 0]
         self._finalizer = weakref.finalize(self, _discard, fds, named, os.getpid())
         if hasattr(os, "posix_fadvise"):  # what goes through the page cache are ends of records: nothing is read next
@@ -271,6 +276,7 @@ class PartFile:
             if error.errno in _NO_ROOM:
                 raise self._full(error.errno, nbytes, self.free_bytes()) from error
             raise OSError(error.errno, error.strerror, str(self.path)) from error
+        # Only now are there bytes to read, and some file systems refuse direct I/O when they are read, not when opened.
         if nbytes and self.rules is not None and not can_read(self._direct, self.rules):
             self.rules = None
 
@@ -325,7 +331,7 @@ def _allocate(fd: int, nbytes: int) -> None:
         return
     while fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
         code = ctypes.get_errno()
-        if code in _CANNOT_RESERVE:
+        if code in _CANNOT_RESERVE:  # a full disk is then an error of the write that meets it
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

@@ -161,6 +161,7 @@ class Transfer:
         try:
             self._request.wait()
         except TimeoutError:
+            # An OSError as well, but the transfer is still under way: nothing is settled, and a later wait may end.
             raise
         except OSError as error:
             return OSError(error.errno, f"{error.strerror} (record {self.name!r})", error.filename)
@@ -227,17 +228,21 @@ class StateFile:
         self._checksums = RecordChecksums() if checksums else None
         self._closed = False
         self.removed: list[Path] = []
+        # Whatever fails, files that were made in other directories go again.
         with contextlib.ExitStack() as undo:
             for place in places:
                 place.mkdir(parents=True, exist_ok=True)
+                # First, since files of a killed run may hold the room that is needed.
                 self.removed += ownership.remove_stale(place)
                 part = PartFile(place, ownership.new_name(label, rank), keep_name=keep_name)
                 undo.callback(part.close)
                 self._parts.append(part)
+            # The layout takes the largest alignment of all directories, so all files are open before space is taken.
             self.alignment = max(PAGE, *(part.alignment for part in self._parts))
             self._layout = StateLayout(records, len(places), self.alignment, stripe_bytes)
             for part, nbytes in zip(self._parts, self._layout.sizes, strict=True):
                 part.reserve(nbytes)
+            # Last, as nothing behind it fails and would leave its threads.
             self.queue = queue or open_queue(depth=DEFAULT_DEPTH * len(places))
             self._owns_queue = queue is None
             undo.pop_all()
@@ -285,6 +290,7 @@ class StateFile:
             PartialRecordError: If the record is partially written.
         """
         flat = self._range(name, memory, start)
+        # First: a write under way may yet fail, or may be the one that mends the record.
         self._settle_before("read", name, start, start + flat.numel())
         if name in self._partially_applied:
             raise PartialRecordError(
@@ -312,6 +318,7 @@ class StateFile:
             )
         self._settle_before("write", name, start, stop)
         if self._checksums is not None:
+            # After the reads that were under way, which are compared with what they were to find.
             self._checksums.note(name, start, flat[: self._sizes[name] - start])
         return self._begin("write", name, flat, start)
 
@@ -331,7 +338,7 @@ class StateFile:
         for name in names:
             self.nbytes_of(name)
             self._partially_applied[name] = reason
-            self._mended.pop(name, None)
+            self._mended.pop(name, None)  # parts that were written before are no longer good
 
     def drain(self) -> None:
         """Waits for all that is under way; raises the first error."""
@@ -355,6 +362,7 @@ class StateFile:
             for part in self._parts:
                 stack.callback(part.close)
             try:
+                # A queue of its own is cancelled as a whole; in one of others, this file's transfers come to their end.
                 if not (cancel and self._owns_queue):
                     self._settle_all(raising=not cancel)
                 if self._owns_queue:
@@ -417,6 +425,7 @@ class StateFile:
         name = transfer.name
         if error is not None:
             self.mark_partially_applied([name], f"a write failed: {error}")
+        # Mended without a gap from its first byte on; what is written beyond one does not count.
         elif name in self._partially_applied and transfer.start <= self._mended.get(name, 0):
             self._mended[name] = max(self._mended.get(name, 0), transfer.stop)
             if self._mended[name] >= self._sizes[name]:
@@ -445,6 +454,7 @@ def _close_abandoned(queue: FileQueue | None, requests: set[Request], parts: lis
     try:
         if queue is not None:
             queue.close(cancel=True)
+        # A queue of somebody else's stays open: only this file's own requests are waited for.
         for request in requests if queue is None else ():
             with contextlib.suppress(OSError):
                 request.wait()

@@ -110,6 +110,7 @@ def probe(directory: str | Path, *, seconds: float = 1.5, backend: Backend | Non
         slice_seconds = seconds / (2 * len(BLOCKS) * len(DEPTHS) + 6)
         with open_queue(backend, depth=DEPTHS[-1]) as queue:
             ground = _Ground(part, window, max(nbytes, _MIB))
+            # Reads of space that was only reserved would not ask the drive.
             ground.write_once(queue, 4 * slice_seconds)
             used = queue.backend
         trials = [
@@ -143,6 +144,7 @@ class _Ground:
         """Writes all of it, or what can be written in this time, and sees how long requests should be."""
         begin, done = time.perf_counter(), 0
         while done < self._nbytes and (done == 0 or time.perf_counter() - begin < 4 * seconds):
+            # A small one first, by which the others are made as long as this drive allows in the time.
             size = min(_MIB if done == 0 else self.request_bytes, self._nbytes - done)
             queue.submit("write", self._part.extents(self._window[:size], done)).wait()
             done += size
@@ -164,6 +166,7 @@ class _Ground:
                 under_way.append(queue.submit(kind, self._part.extents(next(memories), next(places))))
             under_way.popleft().wait()
             done += size
+        # They count as well, as the time is taken when they have ended.
         for request in under_way:
             request.wait()
         return (done + len(under_way) * size) / (time.perf_counter() - begin)
@@ -233,6 +236,7 @@ class OffloadStores:
         self._allowance = Allowance(offload.resident_bytes)
         self.drive: DriveSpeed | None = None
         if "nvme" in (offload.optimizer, offload.parameters, offload.gradients):
+            # All ranks together, here and in the probe: one that raised alone would leave the others waiting.
             together(mesh.control, lambda: _check_directories(offload.nvme_path))
             if offload.probe_seconds:
                 self.drive = self._probe()
@@ -252,6 +256,7 @@ class OffloadStores:
         return found
 
     def _store(self, tier: str, *, may_stay: bool = False) -> ChunkStore | None:
+        # Optimizer state never stays in memory, so parameters that may have a store of their own.
         key = tier, may_stay and self._stays(tier)
         if key not in self._made and (store := self._new_store(tier, may_stay=may_stay)) is not None:
             self._made[key] = store

@@ -261,10 +261,11 @@ class DeviceCopies:
             up, total = self._up_stream(streams), torch.empty_like(values, dtype=target.dtype)
             up.wait_stream(streams.current())  # which may have used the memory of the total before
             with streams.within(up):
+                # The old sums may still be on their way down, on the other stream.
                 earlier.on_device()
                 total.copy_(target, non_blocking=True)
             down.wait_stream(up)
-        down.wait_stream(streams.current())
+        down.wait_stream(streams.current())  # which computes the values
         with streams.within(down):
             if not first:
                 total.add_(values)
@@ -451,9 +452,11 @@ class HostTier:
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make room; the memory is zeroed, and taken when it is first written to."""
+        # Not together where nothing is pinned: a record's memory then goes when that is released.
         for together in _regions(sizes, _REGION if self._pinned else 0):
             memory = HostMemory(sum(HostMemory.rounded(max(nbytes, 1)) for _, nbytes in together), pinned=self._pinned)
             if self._pinned and not memory.pinned:
+                # No more tries after a refusal, and so one warning for all.
                 self._pinned = False
                 warnings.warn(
                     f"offloaded state stays in pageable memory, from which copies are slower: {memory.reason} (see "
@@ -463,7 +466,7 @@ class HostTier:
             begin = 0
             for name, nbytes in together:
                 self._records[name] = memory, memory.bytes[begin : begin + nbytes]
-                begin += HostMemory.rounded(max(nbytes, 1))
+                begin += HostMemory.rounded(max(nbytes, 1))  # each at a page, and one of no bytes has a page, too
 
     def resident(self, record: str) -> Tensor | None:
         """The record itself."""
@@ -564,6 +567,7 @@ class NvmeTier:
         self._staging: list[HostMemory] = []
         self._lock = threading.RLock()
         self.observed = observed or Observed()
+        # It knows the table of files, not this object: files of a dropped tier are closed, too.
         self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
@@ -595,6 +599,7 @@ class NvmeTier:
         return self._begin("write", record, memory)
 
     def _begin(self, kind: Kind, record: str, memory: Tensor) -> NvmeTransfer:
+        # Again after each wait, which is without the lock: another thread may have begun a transfer meanwhile.
         while True:
             with self._lock:
                 file = self._files[record]
@@ -664,5 +669,6 @@ def _close(queue: FileQueue, files: dict[str, StateFile], process: int) -> None:
         for file in {id(file): file for file in files.values()}.values():
             file.close()
     finally:
+        # The queue last: closing a file waits for its requests in it.
         files.clear()
         queue.close()

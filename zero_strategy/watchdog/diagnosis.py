@@ -54,6 +54,7 @@ class FailureBoard:
             if self._store is not None:
                 with contextlib.suppress(Exception):  # the store is gone: nobody can be told
                     content = json.dumps(asdict(failure))
+                    # Against an empty value only the first failure is taken; whoever comes later gets that one back.
                     self._known = _read(self._store.compare_set(self._key, "", content)) or failure
         return self._known
 
@@ -170,6 +171,7 @@ class Report:
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Report:
         """The inverse of `encode`."""
+        # JSON has neither tuples nor numbers as keys, and what is compared has to be of the same types.
         wait = values.pop("wait")
         recent = {
             track: {int(number): (kind, of, nbytes, dtype) for number, (kind, of, nbytes, dtype) in rows.items()}
@@ -313,6 +315,7 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
         return False
     if wait.track:
         return report.counts.get(wait.track, 0) >= wait.number
+    # Collectives of torch's own have no numbers here: one name and the same ranks stand for one call.
     theirs = report.wait
     return theirs is not None and not theirs.track and (theirs.what, theirs.group) == (wait.what, wait.group)
 
@@ -328,6 +331,7 @@ def _locked(
     }
     stuck = dict(waiting)
     while freed := [rank for rank, report in stuck.items() if not set(_missing(report, reports)) & stuck.keys()]:
+        # Whoever waits for nobody that is stuck may get on, and then those that wait only for such ranks.
         for rank in freed:
             del stuck[rank]
     if own.rank not in stuck:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from zero_strategy.runtime.compute_device import beside_captures
 from zero_strategy.watchdog.diagnosis import Begun, DesyncError, Failure, Wait, named, shown
 
-_LONGEST = 250
+_LONGEST = 250  # fits into the card that ranks exchange (`comm/shared_memory.py`)
 """Bytes of a text that is compared."""
 _KEPT = 16
 """Of the last collectives: those under way, and what led to them."""
@@ -134,7 +134,7 @@ class CollectiveRecord:
             watchdog.check()
 
 
-_PASS = (KeyboardInterrupt, SystemExit)
+_PASS = (KeyboardInterrupt, SystemExit)  # a way out that somebody has asked for is not explained by a failure
 
 
 class CollectiveLog:
@@ -170,6 +170,7 @@ class CollectiveLog:
         Raises:
             DesyncError: If the ranks cannot go on together.
         """
+        # Before it is counted: after a failure nothing begins.
         self.watchdog.check()
         self.count += 1
         self._recent.append((self.count, kind, of, nbytes, dtype))
@@ -207,8 +208,9 @@ class CollectiveLog:
 
     def oldest_under_way(self) -> CollectiveRecord | None:
         """The first such one that is not over."""
+        # To ask an event would break a CUDA graph that another thread captures.
         with beside_captures() if self._device.type == "cuda" else contextlib.nullcontext():
-            for watched in list(self._works):
+            for watched in list(self._works):  # a copy: this is the watch's thread, and others go on
                 work = watched.work
                 if work is not None and not work.is_completed():
                     return watched
@@ -314,7 +316,7 @@ def _dump() -> str:
     with contextlib.suppress(OSError):  # no descriptor is left
         linux = hasattr(os, "memfd_create")
         with open(os.memfd_create("stacks"), "w+b") if linux else tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
+            faulthandler.dump_traceback(file)  # it writes to descriptors only
             file.seek(0)
             return file.read().decode("utf-8", "replace")
     return ""
@@ -445,6 +447,7 @@ def _call(frame: FrameType, line: int) -> Call:
 
 def _read(calls: Sequence[Call]) -> CallSite:
     phases = [_phase(call.file, call.function) for call in calls]
+    # A forward inside of a backward is a recomputation, and part of that.
     phase = _BACKWARD if _BACKWARD in phases else next(filter(None, phases), "")
     users = next((call for call in calls if not _is_library(call.file)), None)
     return CallSite(phase, "" if users is None else f"{Path(users.file).name}:{users.line}", None)

@@ -32,6 +32,7 @@ def report_to_watchdog(
     watchdog.add_unfinished(left_inconsistent)
     return [
         module.register_forward_pre_hook(_Before(watchdog), prepend=True),
+        # Also where the forward raises, for that is what is noted.
         module.register_forward_hook(_After(watchdog), always_call=True),
     ]
 

@@ -80,6 +80,7 @@ def condition(card: ProcessCard) -> Condition:
         fields = stat_fields(card.pid)
     except OSError:  # such as too many open files: of this process
         return "unknown"
+    # A zombie is one that has ended; only its parent has not asked yet.
     if fields is None or int(fields[STARTED]) != card.started or fields[STATE] in "ZXx":
         return "gone"
     return "stopped" if fields[STATE] == "T" else "running"
@@ -134,6 +135,7 @@ class StoreClient:
 
         Unless that goes on yet.
         """
+        # One at a time, so that nothing piles up before a store that does not answer.
         if not self._reachable or (self._under_way is not None and not self._under_way.done()):
             return
 
@@ -205,6 +207,8 @@ class StoreClient:
         self.known = self.known or board.first()
         for rank in fetch:
             key = f"{self._key}/at/{rank}"
+            # A report that was there once is there for good: only before the first one is a question needed, as `get`
+            # waits.
             if rank in self._reports or self._store.check([key]):
                 self._learn(Report.decode(json.loads(self._store.get(key))))
 
@@ -245,6 +249,7 @@ class StoreClient:
     def close(self) -> None:
         """End the thread and the connection, as soon as they are at rest."""
         self._lost = True
+        # The old thread ends by itself after what it is in, which may never return: nobody waits for it here.
         self._worker = BackgroundWorker("zero-store-client")
         self._store = self._board = None
 
@@ -307,6 +312,7 @@ class Heartbeats:
         if (seconds := self._store_client.unanswered()) >= self._seconds:
             text = f"the store through which ranks hear of each other has not answered for {seconds:.0f} s: {_MEANS}"
             return Failure("silent", awaited[0], f"{text}; {positions([own], rank_labels)}", {})
+        # A rank is vouched for by another one of its host that sees its process run.
         seen = {rank for report in others for rank in report.sees}
         silences = {rank: self._store_client.silence(rank) for rank in self.listen(awaited) if rank not in seen}
         limit = max(2 * self.interval, self._seconds / 3)

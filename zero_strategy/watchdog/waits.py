@@ -210,6 +210,7 @@ class BoundedWaits:
             awaited: What the device waits for.
             ask: Raises a RuntimeError if that rank is gone, without waiting for it.
         """
+        # What is over goes as new ones come, from the front, where the oldest are: none piles up in a long batch.
         while self._under_way and self._under_way[0].over():
             self._under_way.popleft()
         self._under_way.append(_UnderWay(over, awaited, ask))
@@ -246,6 +247,7 @@ class BoundedWaits:
         try:
             if isinstance(error, RuntimeError):
                 raise self._explained(error, awaited) from error
+            # Also where the wait ended well: what has come may be the end of the broken connection, not its bytes.
             if self.broken and (error is None or isinstance(error, Exception)):
                 raise self._explained(RuntimeError("the connections are broken"), awaited) from error
         finally:
@@ -274,6 +276,7 @@ class BoundedWaits:
         Returns:
             The failure that came first, which may be another one.
         """
+        # Before the connections break, by which the peers learn that there is something to read.
         first = self.board.post(failure)
         self.break_connections()
         return first
@@ -283,6 +286,7 @@ class BoundedWaits:
         with self._lock:
             if self.broken:
                 return
+            # First, so that waits which the next lines end do not count as successful.
             self.broken = True
             for reference in self._groups:
                 if (group := reference()) is not None:
@@ -293,6 +297,7 @@ class BoundedWaits:
         if self._watchdog is not None and self._watchdog.failure is not None:
             self._watchdog.told()
             return RankFailedError(self._watchdog.failure)
+        # This rank has broken them itself, and knows why. Else a rank that failed has posted its reason first.
         failure = self.board.first(0.0 if self._expired is not None else _REASON_SECONDS)
         if failure is None:
             failure = self.fail(self._expired or self._gone(error, awaited))
@@ -305,6 +310,7 @@ class BoundedWaits:
 
     def look(self) -> float:
         """See `Looker`."""
+        # The watch's thread tells it: a call to the store may take long, and training does not wait for that.
         if self._told != self._batch:
             self._told = self._batch
             self.board.come_to(self.rank, self._told)
@@ -363,6 +369,7 @@ class BoundedWaits:
                 f"{self.name} has waited {self.timeout:g} s for {awaited.what}, and {awaited.peer} has neither sent it "
                 "nor failed: it is out of step, or hangs",
             )
+        # None, from a store that does not answer, is in no range: that is no evidence.
         elif seconds > self.patience and self.board.batch_of(awaited.rank) in range(self._batch):
             self._expire(
                 awaited,

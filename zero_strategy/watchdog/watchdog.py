@@ -126,6 +126,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._store_client = StoreClient(connect, key)
         far = [number for number, card in enumerate(self._cards) if condition(card) == "unknown"]
+        # On one host every rank looks at the processes itself: nobody needs to be told of them.
         self._near = [number for number in range(len(cards)) if number not in far and number != rank] if far else []
         self._heartbeats = Heartbeats(rank, far, self._store_client, seconds=unheard_seconds, shortest=wait_seconds)
         self._interval = wait_seconds / _LOOKS
@@ -138,7 +139,9 @@ class Watchdog:
         self._told = False
         self._suspected: tuple[int, str, dict[int, int]] = (-1, "", {})
         self.watch = Watch()
+        # After all that a look reads: the first one comes at once.
         self.watch.start(self)
+        # It does not hold this object, which atexit would keep for the life of the process.
         self._at_exit = partial(_tell_exit, rank, self._store_client, os.getpid())
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
@@ -237,9 +240,11 @@ class Watchdog:
         """
         with self._lock:
             if self.failure is None:
+                # Posted before any connection breaks: whoever's wait ends by that looks for the reason.
                 self.failure = self._store_client.post(failure)
                 for reference in self._breaks:
                     if (end := reference()) is not None:
+                        # A connection that cannot be broken must not spare the others.
                         with contextlib.suppress(Exception):
                             end()
         self.watch.poke()
@@ -272,6 +277,7 @@ class Watchdog:
     def _cause(self, error: BaseException | None, watched: CollectiveRecord) -> Failure:
         own = self._report(call_site_of(watched.thread), watched.wait(), 0.0)
         end, gone = time.monotonic() + _REASON_SECONDS, list[int]()
+        # Should one of them be gone, `_gone` tells by its report what it had noted last.
         self._store_client.exchange(None, fetch=self._peers(watched.track.ranks)[:_MANY])
         while not gone and time.monotonic() < end:
             time.sleep(0.05)
@@ -296,6 +302,7 @@ class Watchdog:
         """See `Looker`."""
         now = time.monotonic()
         late, self._looked = now - self._looked - self._asked, now
+        # Heartbeats are told by looks, so these come often enough for them.
         self._asked = min(self._look(now, late), self._heartbeats.interval)
         if self.failure is None:
             self._heartbeats.tell(now)
@@ -307,6 +314,7 @@ class Watchdog:
             self._end_foreign(now)
             return self._interval
         if events != self._seen or late > max(2.0, 4 * self._interval):  # or this process was stopped itself
+            # This rank got on after all: the others must not go on believing its note.
             if self._note and events != self._note_at:
                 self._note = ""
                 self._store_client.exchange(self._report(CallSite("", "", None), None, 0.0))
@@ -317,6 +325,7 @@ class Watchdog:
             return self._interval
         if (idle := now - self._since) >= self._wait or self._note:
             waits = self._alert(now, idle)
+            # Often while ranks wait for each other; more and more rarely where nothing moves and nobody waits.
             return self._interval / 2 if waits else min(max(self._interval / 2, idle / 8), max(self._interval, _RARELY))
         return self._interval
 
@@ -329,6 +338,7 @@ class Watchdog:
         if (known := self._store_client.known) is not None:
             self.fail(known)
             return True
+        # Once for all that follows, so that wait, place and phase are of one moment.
         now_in = stacks()
         wait, thread = self._wait_now(now, now_in)
         site = call_site_of(thread, now_in)
@@ -377,6 +387,7 @@ class Watchdog:
                 return Failure("stopped", rank, text, {})
         if gone:
             return self._gone(gone, own)
+        # Ranks that wait report every half interval, so an older report may not hold any more.
         others, fresh = self._store_client.reports(4 * self._interval + 1.0)
         now_there = [report for report in others if report.rank in fresh]
         return self._heartbeats.silent(self._peers(wait.ranks), own, now_there, self.rank_labels)
@@ -412,7 +423,7 @@ class Watchdog:
 
     def _wait_now(self, now: float, found: Stacks) -> tuple[Wait | None, int | None]:
         """Operation that this rank waits in, and the thread that does."""
-        for thread, waiting in list(self.waiting.items()):
+        for thread, waiting in list(self.waiting.items()):  # a copy, as threads begin and end waits meanwhile
             return waiting.wait(), thread
         for track in self.tracks:
             if (watched := track.oldest_under_way()) is not None:
@@ -450,6 +461,7 @@ class Watchdog:
             flush = threading.Thread(target=sys.stdout.flush, daemon=True)
             flush.start()
             flush.join(_FLUSH_SECONDS)  # nobody may read it any more
+            # `sys.exit` would end this thread only: the main one is inside of a call of torch's.
             os._exit(EXIT_CODE)
 
     def _report(self, site: CallSite, wait: Wait | None, idle: float) -> Report:
