@@ -211,6 +211,32 @@ def test_a_buffer_that_grows_differently_is_rank_0s(ranks: Launcher) -> None:
     assert first == last and len(first) == 2
 
 
+class Cached(nn.Module):
+    """Holds a buffer that the first rank gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = None if dist.get_rank() == 0 else torch.ones(3)
+        return x
+
+
+def given_up() -> bool:
+    model: Any = nn.Sequential(nn.Linear(6, 6), Cached())
+    ZeroEngine(model, load_config(stage=2))
+    model(data(0, dist.get_rank())).sum().backward()
+    model.train()
+    model[1].forward = lambda x: x
+    model(data(1, dist.get_rank()))
+    return model[1].seen is None
+
+
+def test_a_buffer_that_rank_0_gives_up_goes_on_all(ranks: Launcher) -> None:
+    assert ranks(2)(given_up) == [True, True]
+
+
 def other_shape() -> str:
     model = nn.Sequential(nn.Linear(6, 6))
     model.register_buffer("table", torch.zeros(3 + dist.get_rank()))

@@ -483,3 +483,21 @@ def test_an_error_of_one_rank_reaches_the_test(ranks: Launcher) -> None:
 def raise_on_rank_1() -> None:
     if ShardedTraining(STAGE_3).rank:
         raise RuntimeError("rank 1")
+
+
+def backward_through_a_value_that_was_set(stage: int, local: bool) -> str:
+    training, model = sharded_net(stage)
+    parameter = model.get_parameter("blocks.1.up.weight")
+    loss = loss_of(model(training.data(0, 2, 6)))
+    if local:
+        full_state.safe_set_local_fp32_param(parameter, full_state.safe_get_local_fp32_param(parameter) * 2)
+    else:
+        full_state.safe_set_full_fp32_param(parameter, torch.zeros(parameter.shape))
+    return message_of(loss.backward)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_through_a_value_that_was_set_is_an_error(ranks: Launcher, stage: int, local: bool) -> None:
+    for text in ranks(2)(backward_through_a_value_that_was_set, stage, local):
+        assert "modified by an inplace operation" in text

@@ -306,6 +306,18 @@ def test_parameters_used_before_an_engine(ranks: Launcher) -> None:
         assert all(found.values()), found
 
 
+def after_an_error_in_a_scope() -> bool:
+    with sharding.Init():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        with pytest.raises(KeyError), sharding.GatheredParameters(model[0].weight, modifier_rank=1):
+            raise KeyError
+    return isinstance(model[0].weight, ShardedParameter)
+
+
+def test_a_scope_that_an_error_ends_keeps_nothing_whole(ranks: Launcher) -> None:
+    assert ranks(2)(after_an_error_in_a_scope) == [True, True]
+
+
 def by_one_rank(how: str) -> str:
     rank = dist.get_rank()
     try:

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from tests.engine.nets import Block, loss_of, net, seeded
 from tests.engine.trainings import DEFAULTS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
+from zero_strategy.comm.collectives import PendingWork
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 
 EXACT_LOW_PRECISION = {
     "precision": {"master_weights": False, "gradient_dtype": "parameter", "reduce_dtype": "gradient"}
@@ -313,3 +316,28 @@ def test_a_tie_belongs_to_the_common_ancestor(ranks: Launcher) -> None:
         units[""]
     )
     assert not any(name in units["blocks.2"] for name in ("blocks.2.down.weight", "blocks.0.down.weight"))
+
+
+class FailingOnce(PendingWork):
+    """A gather that fails, and says so once."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.fails = True
+
+    def wait(self) -> None:
+        if self.fails:
+            self.fails = False
+            raise ConnectionError
+
+
+def test_a_gather_that_failed_is_not_taken_for_done() -> None:
+    model = net()
+    bucket = ZeroEngine(model, load_config(stage=3, units={"min_numel": 0})).model.buckets[0]
+    bucket.release()
+    assert not bucket.gathered
+    bucket._pending = FailingOnce()
+    with pytest.raises(ConnectionError):
+        bucket.finish_unshard()
+    bucket.finish_unshard()
+    assert not bucket.gathered and not bucket.pending

@@ -16,6 +16,7 @@ from tests.engine.test_bad_input import engine_for, message_of
 from tests.launcher import Launcher
 from zero_strategy.convert.convert import convert
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim.lbfgs import DistributedLBFGS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "strong_wolfe": {"lr": 0.5, "max_iter": 4, "history_size": 3, "line_search_fn": "strong_wolfe"},
@@ -271,3 +272,29 @@ def skipped() -> None:
 
 def test_nonfinite_gradients_are_skipped_on_all_ranks(ranks: Launcher) -> None:
     ranks(2)(skipped)
+
+
+class NoRanks:
+    """Ranks that do not answer."""
+
+    def all_gather_objects(self, value: Any) -> Any:
+        raise ConnectionError
+
+
+def test_an_exchange_that_fails_loses_no_history() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([weight], max_iter=5)
+    optimizer.step(lambda: _closed(optimizer, weight))
+    states: dict[Any, dict[str, Any]] = {weight: dict(optimizer.state[weight])}
+    before = dict(states[weight])
+    ranks: Any = NoRanks()
+    with pytest.raises(ConnectionError):
+        DistributedLBFGS(optimizer, ranks, ranks).begin([weight], states)
+    assert states == {weight: before} and before["old_dirs"]
+
+
+def _closed(optimizer: torch.optim.LBFGS, weight: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = (weight - torch.arange(3.0)).pow(4).sum()
+    loss.backward()
+    return loss

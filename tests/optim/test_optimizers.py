@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from tests.engine.nets import loss_of, net
 from tests.engine.trainings import DEFAULTS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
+from zero_strategy.config import load_config
+from zero_strategy.engine import ZeroEngine
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -361,3 +363,34 @@ def state_round_trip(stage: int, other: int) -> dict[str, Any]:
 def test_whole_optimizer_state_goes_from_stage_to_stage(ranks: Launcher, stage: int, other: int) -> None:
     for wrong in ranks(2)(state_round_trip, stage, other):
         assert not wrong
+
+
+class FixedGroup(dict[str, Any]):
+    """A param group whose parameters cannot be exchanged."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise KeyError("fixed")
+        super().__setitem__(key, value)
+
+
+def test_a_step_that_fails_while_groups_are_exchanged_leaves_gradients() -> None:
+    model, plain = net(), net()
+    halves = [list(model.blocks.parameters()), [*model.stem.parameters(), *model.head.parameters(), model.scale]]
+    groups = [{"params": half} for half in halves]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    engine = ZeroEngine(model, load_config(stage=1))
+    engine.attach(optimizer)
+    x = torch.ones(2, 6)
+    loss_of(model(x)).backward()
+    optimizer.param_groups[1] = FixedGroup(optimizer.param_groups[1])
+    with pytest.raises(KeyError, match="fixed"):
+        optimizer.step()
+    optimizer.param_groups[1] = dict(optimizer.param_groups[1])
+    engine.reset()
+    assert all(parameter.grad is not None for parameter in halves[1])
+    optimizer.step()
+    loss_of(plain(x)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(model.get_parameter(name), parameter, atol=1e-6), name

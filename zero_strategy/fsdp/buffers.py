@@ -182,5 +182,6 @@ class SharedBuffers:
         values = self._mesh.control.all_gather_objects(mine, [slot.name for slot in slots])[0]
         for slot, value in zip(slots, values, strict=True) if not first else ():
             present = slot.tensor()
-            device = value.device if value is None or present is None else present.device
-            buffers_of(slot.owner)[slot.key] = None if value is None else value.to(device)
+            if value is not None and present is not None:
+                value = value.to(present.device)
+            buffers_of(slot.owner)[slot.key] = value

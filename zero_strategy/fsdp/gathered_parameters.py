@@ -81,9 +81,11 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not after an exception: `unpin` may broadcast, and other ranks may not come.
-        for construction, parameters in self._pinned if kind is None else ():
-            construction.unpin(parameters, self._modifier_rank or 0)
+        for construction, parameters in self._pinned:
+            construction.unpin(parameters)
+            # Not after an exception: other ranks may not come to the broadcast.
+            if kind is None:
+                construction.spread(parameters, self._modifier_rank or 0)
         self._pinned.clear()
         self._scopes.__exit__(kind, error, trace)
 

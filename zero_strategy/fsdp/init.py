@@ -225,16 +225,18 @@ class Construction:
         self._pinned |= {*map(id, mine)}
         return mine
 
-    def unpin(self, parameters: list[nn.Parameter], source: int = 0) -> None:
+    def unpin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let parameters be sharded again."""
+        self._pinned.difference_update(map(id, parameters))
+
+    def spread(self, parameters: Iterable[nn.Parameter], source: int) -> None:
         """The values of rank `source` count from now on; all ranks call it."""
-        for parameter in parameters:
-            self._pinned.discard(id(parameter))
-            # Rank 0's count anyway: sharding begins with a broadcast from there.
-            if source != 0:
-                values = parameter.detach().cpu().contiguous()
-                self._ranks.broadcast(values, source, "a parameter under construction")
-                with torch.no_grad():
-                    parameter.copy_(values)
+        # Rank 0's count anyway: sharding begins with a broadcast from there.
+        for parameter in parameters if source != 0 else ():
+            values = parameter.detach().cpu().contiguous()
+            self._ranks.broadcast(values, source, "a parameter under construction")
+            with torch.no_grad():
+                parameter.copy_(values)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """True if it is of this construction."""

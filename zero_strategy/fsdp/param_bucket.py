@@ -366,8 +366,9 @@ class ParameterBucket:
 
     @outside_inference
     def _receive(self, gather: PendingWork) -> None:
-        gather.wait()
+        # Before the wait, which raises once: after an error a second one must not take for there what never came.
         self._pending = None
+        gather.wait()
         self._point_at_flat()
 
     def release(self) -> None:
@@ -447,8 +448,9 @@ class ParameterBucket:
         if unseen or work.holds_host:
             work.wait()
             return False
-        show_arriving(self.parameters)
+        # Before the classes change: who reads an arriving parameter finds what to wait for.
         self._arrival = _Arrival(work, self.device)
+        show_arriving(self.parameters)
         return True
 
     def _is_held(self, pieces: int) -> bool:

@@ -90,7 +90,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     bucket.follow_edits()
     model.invalidate_unsharded([bucket])
     bucket.set_master(index, value)
+    _show_value(model, bucket, param)
+
+
+def _show_value(model: ShardedModel, bucket: ParameterBucket, param: nn.Parameter) -> None:
+    """Carry what was set in the master copy to a parameter. A collective."""
     bucket.publish().wait()
+    torch.autograd.graph.increment_version([param])  # a backward through the old value is an error
+    bucket.writes.note()  # after that, or it would count as a write of the user's
     model.forget_unsharded([bucket])
 
 
@@ -203,8 +210,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     piece = bucket.piece_of.get(index)
     if piece is not None:
         bucket.master.write(piece.offset, value.detach().reshape(-1))
-    bucket.publish().wait()
-    model.forget_unsharded([bucket])
+    _show_value(model, bucket, param)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:

@@ -76,10 +76,15 @@ class DistributedLBFGS:
         """Let the optimizer's code step on `pieces` until `end`; takes their states, if any. A collective."""
         optimizer = self._optimizer
         self._pieces = list(pieces) or [nn.Parameter(torch.empty(0))]  # torch's code needs one
-        state = joined([states.pop(piece) for piece in pieces if piece in states])
+        mine = [piece for piece in pieces if piece in states]
+        known: dict[str, Any] = {}
         if self._ranks is not None:  # a rank without pieces has no state, and has to decide as the others do
-            numbers = {key: value for key, value in state.items() if key not in (*_VECTORS, *_HISTORY)}
-            known: dict[str, Any] = next(filter(None, self._ranks.all_gather_objects(numbers)), {})
+            first = states[mine[0]] if mine else {}
+            numbers = {key: value for key, value in first.items() if key not in (*_VECTORS, *_HISTORY)}
+            known = next(filter(None, self._ranks.all_gather_objects(numbers)), {})
+        # Not before all have answered: joining takes the states apart, and an error would lose them.
+        state = joined([states.pop(piece) for piece in mine])
+        if self._ranks is not None:
             if known and not state:
                 none = torch.empty(0)
                 state = {key: none for key in _VECTORS} | {key: [none] * len(known["ro"]) for key in _HISTORY}

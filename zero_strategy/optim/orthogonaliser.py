@@ -245,7 +245,7 @@ class Orthogonaliser:
         updates, own = iter(newton_schulz_all(wholes)), []
         for (matrix, owner), part in zip(one.matrices, one.own, strict=True):
             if owner != rank:
-                own.append(part[:0])
+                own.append(part.new_empty(0))  # a view would keep what has been sent
                 continue
             for other, values in enumerate(next(updates).reshape(-1).split_with_sizes(list(matrix.held))):
                 if other == rank:

@@ -273,7 +273,9 @@ class PieceStep(StepMethod):
         pieces, self.running = self.sharded.pieces, False
         assert pieces.full is not None
         for group, full in zip(self.optimizer.param_groups, pieces.full, strict=False):
-            for piece in group["params"]:
+            # A group may list the module's parameters yet, after an exception while pieces were put in: their `p.grad`
+            # is the user's.
+            for piece in group["params"] if group["params"] is not full else ():
                 # The piece stays: a later step that is skipped would use the gradient, and its memory could not go.
                 piece.grad = None
             group["params"] = full

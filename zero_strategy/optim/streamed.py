@@ -98,7 +98,6 @@ class StepCopies:
     def take(self) -> list[Tensor]:
         """Requests of the next chunk, in host memory; they stay until the chunk after it is taken."""
         number, self._taken = self._taken, self._taken + 1
-        self._fetch_until(number + 1)
         for landing in self._down[number % _ROOMS].landings:
             landing.on_host()
         # The next one takes the room of the chunk before, which has been updated by now, and comes down beside this
