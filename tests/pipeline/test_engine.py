@@ -6,9 +6,11 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -470,6 +472,24 @@ def test_auto_takes_one_schedule_on_all_ranks_and_trains_the_same(ranks: Launche
         assert len(forwards) == STEPS * 2 * case.chunks * case.micro_batches
 
 
+def ranks_of_my_host(hosts: int) -> list[int]:
+    """Numbers of ranks that `auto` lets share a host's memory, each rank in a PID namespace of its own."""
+    name, found = f"boot-{dist.get_rank() % hosts} pid:[{dist.get_rank()}]", []
+
+    def left(device: torch.device, ranks_here: int, held: int) -> None:
+        found.append(ranks_here)
+
+    with patch.multiple("zero_strategy.pipeline.engine", host=lambda: name, memory_left=left):
+        case = Case(2, 1, 2, "auto")
+        PipelineEngine(module_of(case), config_of(case)).forward_backward(batches(0, case.micro_batches, 0))
+    return found
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(1, 2), (2, 1)])
+def test_auto_counts_the_ranks_of_a_host(ranks: Launcher, hosts: int, each: int) -> None:
+    assert ranks(2)(ranks_of_my_host, hosts) == [[each]] * 2
+
+
 def test_auto_by_the_numbers() -> None:
     placement = Placement(2)
     costs = [LayerCost(1.0, 1.0, 1.0, 2.0, 10.0)] * 2
@@ -488,6 +508,41 @@ EVENTS = [
     [(0, 0.0, 1.0, "F"), (1, 1.0, 1.0, "F"), (2, 2.0, 9.0, "F"), (0, 20.0, 3.0, "B"), (0, 5.0, 7.0, "wait")],
     [(0, 1.0, 2.0, "F"), (0, 3.0, 4.0, "B")],
 ]
+
+
+# ------------------------------------------------------------------------------------------------ after a failure
+
+
+@pytest.mark.parametrize(
+    ("when", "failing", "by_hand"),
+    [("per_step", 1, True), ("per_step", 3, False), ("per_micro_batch", 1, False)],
+)
+def test_a_weight_half_that_fails_is_over(when: str, failing: int, by_hand: bool) -> None:
+    case, calls = Case(1, 1, 2, "zb_h1"), [0]
+    module = module_of(case)
+    engine = PipelineEngine(module, {**config_of(case), "gradient_reduction": when})
+
+    def fail(gradient: Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == failing:
+            raise ArithmeticError("no weight half today")
+
+    module.get_parameter("1.up.weight").register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        engine.forward_backward(batches(0, case.micro_batches, 0))
+    engine.reset()
+    before = engine.model.reducer.reductions
+    if by_hand:
+        inputs, labels = next(batches(0, 1, 0))
+        loss_of(module(inputs), labels).backward()
+    else:
+        engine.evaluate(batches(0, case.micro_batches, 0))
+    assert engine.model.reducer.reductions == before + by_hand  # one of the failed half would be of this rank alone
+    module.zero_grad()
+    loss = engine.forward_backward(batches(0, case.micro_batches, 0))
+    norm = engine.clip_grad_norm_(CLIP)
+    expected = plain(case.copies, case.micro_batches, case.tied)
+    assert (float(loss), float(norm)) == pytest.approx((expected.losses[0], expected.norms[0]), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ what is sent

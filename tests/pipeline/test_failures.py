@@ -43,6 +43,10 @@ def _unsendable(found: Any) -> Any:
     return {**found, "depth": {1}}
 
 
+def _stop(found: Any) -> Any:
+    raise StopIteration("of an iterator of the stage's own")
+
+
 def _sleep(found: Any) -> Any:
     time.sleep(2.0)
     return found
@@ -103,6 +107,7 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
     ("case", "faulty", "fault", "kind", "words"),
     [
         (_FOUR, 1, no_number, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
+        (_THREE, 1, _stop, "StopIteration", "forward of micro-batch 2 in stage 1"),
         (_FOUR, 2, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 2"),
         (_TWO, 1, _break_backward, "ArithmeticError", "input half of the backward of micro-batch 2 in stage 1"),
         (_THREE, 0, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 0"),

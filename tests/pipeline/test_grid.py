@@ -96,6 +96,18 @@ def test_groups_of_sliced_stages(ranks: Launcher) -> None:
         assert found["data"] == bits(rank)
 
 
+def copy_beside_experts() -> tuple[int, int, int]:
+    """Ranks of this one's copy of the model as bits, their number, and this one's place."""
+    grid = PipelineParallelGrid(ProcessTopology(["pipe", "data", "expert"], [2, 1, 2]))
+    bit = torch.tensor(1 << dist.get_rank())
+    dist.all_reduce(bit, group=grid.get_model_parallel_group())
+    return int(bit), grid.get_model_parallel_world_size(), grid.get_model_parallel_rank()
+
+
+def test_a_copy_of_the_model_is_divided_along_any_axis(ranks: Launcher) -> None:
+    assert ranks(4)(copy_beside_experts) == [(bits(0, 1, 2, 3), 4, rank) for rank in range(4)]
+
+
 def wrong_size(kind: str) -> None:
     group = dist.new_group([0])
     if kind == "topology":

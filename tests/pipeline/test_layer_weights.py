@@ -60,6 +60,12 @@ def test_layers_that_take_no_tensor_with_gradient_are_measured_too() -> None:
     assert found[0].activation_bytes == 8 * 12 and all(profile.seconds > 0 for profile in found)
 
 
+def test_layers_that_write_to_their_inputs_are_measured_too() -> None:
+    x = torch.randn(5, WIDTH)
+    found = profile_layers([nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)], x)
+    assert [profile.activation_bytes for profile in found] == [4 * 5 * WIDTH] * 3  # inputs; a ReLU's output
+
+
 def test_a_layer_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"profiling layer 1 \(Wide\) failed"):
         profile_layers([nn.Linear(2, 3), LayerSpec(Wide, WIDTH, 2)], torch.ones(1, 2))

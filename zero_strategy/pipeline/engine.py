@@ -58,6 +58,7 @@ from zero_strategy.pipeline.state import StageGroups, join_states, part_of_state
 from zero_strategy.pipeline.ties import TiedWeights
 from zero_strategy.planning.buckets import held_whole
 from zero_strategy.runtime.compute_device import occupy
+from zero_strategy.watchdog.peers import host
 
 _logger = logging.getLogger(__name__)
 _ADDS_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -272,9 +273,11 @@ class PipelineEngine(ZeroEngine):
         """Take the schedule for all further steps, the same on all ranks."""
         grid, placement = self.pipeline.mpu(), self.pipeline.placement
         held = self._hooks.bytes.by_chunk
-        # As if all ranks shared the memory of this host: where there are several hosts, less is counted on than there
-        # is.
-        left = memory_left(self.model.device, grid.world_size, sum(held.values()))
+        # Hosts are told apart by their boot, without the PID namespace: containers may share the memory of one. Where
+        # it cannot be said it is "", and such ranks count as on one host: less is then counted on than there is.
+        boot = host().partition(" ")[0]
+        boots = self.mesh.world_group.control.all_gather_objects(boot)
+        left = memory_left(self.model.device, boots.count(boot), sum(held.values()))
         mine = grid.pipeline_id(), grid.stage_id, found.events, held, left
         everyone = sorted(self.mesh.world_group.control.all_gather_objects(mine), key=lambda one: one[:2])
         # Times of one pipeline for all of them: replicas with different schedules would not meet in their reductions.
@@ -462,8 +465,6 @@ class _Hooks(ExecutorHooks):
             weight: What gradients of the loss are multiplied by.
             forwarded: Whom to tell of micro-batches.
         """
-        # A run that failed inside of a computation has not come to `after`, and left its contexts open.
-        self._scope.close()
         self._left, self._measures, self._weight, self._forwarded = backwards, measures, weight, forwarded
 
     def before(self, computation: Computation) -> None:
@@ -493,6 +494,10 @@ class _Hooks(ExecutorHooks):
     def after(self, computation: Computation) -> None:
         """The end of the same."""
         self._scope.close()
+
+    def failed(self, error: BaseException) -> None:
+        """Contexts get the exception: a weight half that ended well would be reduced, which takes the other ranks."""
+        self._scope.__exit__(type(error), error, error.__traceback__)
 
     def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
         """The mean over micro-batches, scaled where gradients would underflow."""

@@ -501,6 +501,6 @@ def choose(
         return min(candidates, key=lambda choice: max(choice.activation_bytes))
     fastest = min(choice.makespan for choice in fitting)
     return min(
-        (choice for choice in fitting if choice.makespan <= 1.01 * fastest),
+        (choice for choice in fitting if choice.makespan <= fastest * _EQUAL),
         key=lambda choice: max(choice.activation_bytes),
     )

@@ -147,6 +147,9 @@ class ExecutorHooks:
     def after(self, computation: Computation) -> None:
         """Called after every computation."""
 
+    def failed(self, error: BaseException) -> None:
+        """Called in place of `after`, where a computation or the call of `before` has raised."""
+
     def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
         """Tensors that the backward of a micro-batch begins at."""
         return loss / micro_batches
@@ -311,7 +314,7 @@ class Executor:
             first = self._pipeline_peers.fail(failure_of(error, self._own, where, change))
             if first.rank != self._own:  # this is only what the first failure led to
                 raise error_of(first) from error
-            if not isinstance(error, (PipelineError, StopIteration)):  # DataEndedError is one; both name the stage
+            if not isinstance(error, (PipelineError, DataEndedError)):  # both name the stage
                 _note(error, f"in {where}{change}")
             raise
         finally:
@@ -385,17 +388,23 @@ class Executor:
             needed = self._needed(kind, chunk, micro_batch, orders.training, stage_inputs)
         # Waits and hooks are in no computation's time: `auto` compares schedules by that of computations alone.
         self._record(result, "wait", started, micro_batch, order.chunk)
-        self._hooks.before(computation)
-        started = time.perf_counter()
-        if kind is Kind.FORWARD:
-            self._forward(chunk, micro_batch, needed, orders, stage_inputs, result)
-        elif kind is Kind.BACKWARD_WEIGHT:
-            chunk.backward_weight(micro_batch)
-        else:
-            backward = chunk.backward if kind is Kind.BACKWARD else chunk.backward_input
-            gradients = backward(micro_batch, needed)
-            if chunk.stage > 0:  # Nobody takes those of the model's inputs
-                self._gradients[chunk.stage, micro_batch] = gradients
+        try:
+            self._hooks.before(computation)
+            started = time.perf_counter()
+            if kind is Kind.FORWARD:
+                self._forward(chunk, micro_batch, needed, orders, stage_inputs, result)
+            elif kind is Kind.BACKWARD_WEIGHT:
+                chunk.backward_weight(micro_batch)
+            else:
+                backward = chunk.backward if kind is Kind.BACKWARD else chunk.backward_input
+                gradients = backward(micro_batch, needed)
+                if chunk.stage > 0:  # Nobody takes those of the model's inputs
+                    self._gradients[chunk.stage, micro_batch] = gradients
+        except BaseException as error:
+            # Here, and not when the next run begins: what hooks have opened has to end with the failure, and meanwhile
+            # the user may go on with the model.
+            self._hooks.failed(error)
+            raise
         self._record(result, kind.value, started, micro_batch, order.chunk)
         self._hooks.after(computation)
 
@@ -461,7 +470,7 @@ class Executor:
             result.events.append(Event(self.rank, started, time.perf_counter(), kind, micro_batch, chunk))
 
     def _change(self) -> str:
-        """True if a stage has just been given something that looks different, in words."""
+        """Words on a stage that has just been given something that looks different; "" if none has."""
         for chunk in self.chunks:
             if (changed := chunk.changed) is not None:
                 before, now = map(describe, changed)

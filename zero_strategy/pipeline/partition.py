@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zero_strategy.comm.process_group import from_first_rank, world_rank
 from zero_strategy.pipeline.building import (
@@ -39,8 +40,9 @@ from zero_strategy.pipeline.building import (
     modules_of,
     random_state_kept,
 )
+from zero_strategy.pipeline.model_chunk import Entrance
 from zero_strategy.runtime.compute_device import gpus_of, synchronize
-from zero_strategy.runtime.torch_private import storage_key, tree_leaves, tree_map
+from zero_strategy.runtime.torch_private import storage_key, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Weight = int | float
 
@@ -353,13 +355,13 @@ def _profile_one(modules: list[nn.Module], call: Any, sample: Any, repeats: int)
     seconds, kept, output = [], 0, None
     # The first attempt makes what is made at a first use (kernels, buffers), and does not count.
     for attempt in range(repeats + 1):
-        inputs = tree_map(_fresh, sample)
+        inputs, edges = _entered(sample)
         _wait(inputs)  # or the copies would be measured, too
         begun = time.perf_counter()
         # Whoever makes the module may be in no_grad; each attempt draws the same numbers, as for dropout.
         with torch.enable_grad(), random_state_kept(), _counting(own) as storages:
             output = call(inputs)
-        _backward(output, tensors, inputs)
+        _backward(output, tensors, edges)
         _wait(output)
         if attempt:
             seconds.append(time.perf_counter() - begun)
@@ -383,18 +385,31 @@ def _counting(own: set[int]) -> Iterator[dict[int, int]]:
         yield storages
 
 
-def _backward(output: Any, tensors: list[Tensor], inputs: Any) -> None:
+def _backward(output: Any, tensors: list[Tensor], inputs: Sequence[GradientEdge]) -> None:
     roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    leaves = [leaf for leaf in [*tensors, *tree_leaves(inputs)] if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if roots and leaves:
+    ends: list[Any] = [*(tensor for tensor in tensors if tensor.requires_grad), *inputs]
+    if roots and ends:
         # Not backward(), which would leave gradients at the parameters.
-        torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+        torch.autograd.grad(roots, ends, [torch.ones_like(root) for root in roots], allow_unused=True)
 
 
-def _fresh(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+def _entered(sample: Any) -> tuple[Any, list[GradientEdge]]:
+    """Copies of a layer's inputs, with a graph that begins at them as in a stage, and where their gradients arrive."""
+    leaves, structure = tree_flatten(tree_map(_copied, sample))
+    wanting = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not wanting:
+        return tree_unflatten(leaves, structure), []
+    # No leaves of autograd: a layer may write to what the layer before has made.
+    with torch.enable_grad():
+        entered = Entrance.apply(torch.empty((), requires_grad=True), *(leaves[i] for i in wanting))
+    for i, tensor in zip(wanting, entered):
+        leaves[i] = tensor
+    # Noted before the layer runs, which gives a tensor that it changes in place another edge.
+    return tree_unflatten(leaves, structure), [get_gradient_edge(tensor) for tensor in entered]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(leaf: Any) -> Any:

@@ -253,8 +253,8 @@ class PipelineParallelGrid:
         everyone = own_group([range(ranks)], backend="gloo") if makes else None
         self._tensor_mesh: DeviceMesh | None = None
         self._control = Communicator(everyone, CommunicationCounters())
-        # Without slices a copy of the model is one pipeline, whose group there is already.
-        whole = makes and self.model_parallel_size > 1
+        # Where copies are divided along no other axis they are pipelines, whose group there is already.
+        whole = makes and copies != self.pipe_groups
         self.ds_model_proc_group = own_group(copies) if whole else self.pp_proc_group
 
     def _check(self, process_group: ProcessGroup | None) -> None:
