@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -248,6 +248,79 @@ def test_a_late_rank_does_not_believe_the_others_are_there(ranks: Launcher) -> N
     first, late = ranks(2)(meetings, "late")
     assert "rank(s) [1] did not come" in first[0]
     assert "rank(s) [0] did not come" in late[0]
+
+
+class Interrupted:
+    """The store of one rank. That rank calls `leaving` to count itself out, and `looking` before it looks for a key."""
+
+    def __init__(
+        self,
+        store: Any,
+        leaving: Callable[[Callable[[], int]], int] = lambda count_out: count_out(),
+        looking: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._store, self._leaving, self._looking = store, leaving, looking
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        def count() -> int:
+            return int(self._store.add(key, amount))
+
+        return self._leaving(count) if key.endswith("/arrived") and amount < 0 else count()
+
+    def check(self, keys: list[str]) -> bool:
+        self._looking()
+        return bool(self._store.check(keys))
+
+
+def test_two_ranks_that_would_leave_as_the_last_one_comes_stay() -> None:
+    store, passed = dist.HashStore(), list[int]()
+    first_out, counted = list[Callable[[], int]](), list[int]()
+
+    def meet(rank: int) -> None:
+        barriers[rank].wait_for_all("save")
+        passed.append(rank)
+
+    def first_leaves(count_out: Callable[[], int]) -> int:
+        first_out.append(count_out)
+        meet(1)
+        return counted.pop()
+
+    def second_leaves(count_out: Callable[[], int]) -> int:
+        meet(2)
+        counted.append(first_out.pop()())  # and has not counted itself in again
+        return count_out()
+
+    stores = [Interrupted(store, first_leaves), Interrupted(store, second_leaves), store]
+    barriers = [StoreBarrier(rank, 3, -1.0, "tests", each) for rank, each in enumerate(stores)]
+    meet(0)
+    assert passed == [2, 1, 0] and [barrier._round for barrier in barriers] == [1, 1, 1]
+
+
+def test_a_rank_that_stays_answers_where_that_completes_a_meeting() -> None:
+    store, looked = dist.HashStore(), threading.Event()
+
+    def leaves(count_out: Callable[[], int]) -> int:
+        left = count_out()
+        meetings.append(pool.submit(second.wait_for_all, "save"))
+        assert looked.wait(30)  # it has counted itself in, and was not the last one
+        return left
+
+    first = StoreBarrier(0, 2, -1.0, "tests", Interrupted(store, leaves))
+    second = StoreBarrier(1, 2, 30.0, "tests", Interrupted(store, looking=looked.set))
+    meetings = list[Future[None]]()
+    with ThreadPoolExecutor(1) as pool:
+        first.wait_for_all("save")
+        meetings[0].result(30)
+
+
+def test_a_rank_that_dies_as_it_comes_is_not_waited_for_without_end() -> None:
+    store = dist.HashStore()
+    store.set("zero_strategy/tests/1/1", "save")  # its last words: it does not count itself in
+    with pytest.raises(BarrierError, match="save needs all 2 ranks"):
+        StoreBarrier(0, 2, -1.0, "tests", store).wait_for_all("save")
 
 
 def test_different_calls_are_an_error_on_all_ranks(ranks: Launcher) -> None:

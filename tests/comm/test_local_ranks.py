@@ -65,6 +65,32 @@ def test_nothing_is_left_when_the_command_ends(tmp_path: Path, how: signal.Signa
     assert pids and not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_command_killed_before_a_rank_runs_leaves_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, subprocess
+from zero_strategy.comm.local_ranks import run_local_ranks
+
+class KillsWhoeverStartsIt(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = KillsWhoeverStartsIt
+run_local_ranks("{HERE}:fail_or_wait", ({str(tmp_path)!r}, False), 1)
+"""
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    rank = int(command.stdout.readline())
+    try:
+        command.communicate(timeout=120)  # until the rank ends, which has the same stderr
+        assert not list(tmp_path.iterdir())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
+
+
 def listening(pid: int) -> set[tuple[str, int]]:
     """Addresses, as the kernel writes them, and ports of the TCP sockets on which a process listens."""
     inodes = set[str]()

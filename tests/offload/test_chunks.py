@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from zero_strategy.offload.chunks import Chunk, ChunkSlots, Cuts, OffloadedVecto
 from zero_strategy.offload.file_queues import IO_VARIABLE, Backend
 from zero_strategy.offload.part_file import CorruptRecordError
 from zero_strategy.offload.state_file import PartialRecordError
-from zero_strategy.offload.tier import HostTier, NvmeTier, NvmeTransfer, Tier
+from zero_strategy.offload.tier import HostMemory, HostTier, NvmeTier, NvmeTransfer, Tier
 
 CPU = torch.device("cpu")
 NUMELS = (0, 1, 999, 1000, 1001, 12_345)
@@ -223,6 +224,29 @@ def test_what_stays_in_memory_is_not_in_files(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="bytes"):
         store.add({"c": VectorSpec(1 << 44, torch.uint8)})
     assert allowance.left == 1 << 42 and "c" not in store.vectors
+    tier.close()
+
+
+def test_vectors_for_which_memory_is_short_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Scarce(HostMemory):
+        def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+            made.append(nbytes)
+            if len(made) == 2:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            super().__init__(nbytes, pinned=pinned)
+
+    monkeypatch.setattr("zero_strategy.offload.tier.HostMemory", Scarce)
+    tier, allowance, spec = NvmeTier([str(tmp_path)]), Allowance(16_384), VectorSpec(8000, torch.float32)
+    store = ChunkStore(tier, 2048, allowance=allowance)
+    with pytest.raises(OSError, match="allocate memory"):
+        store.add({"a": spec})
+    assert made == [8192, 8192] and allowance.left == 16_384 and not store.vectors
+    assert not tier._files and not store.memory._records
+    assert store.add({"a": spec})["a"].staying == 2
     tier.close()
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.offload.files import every_backend, need, nothing_left
+from zero_strategy.offload import stores
+from zero_strategy.offload.file_io import Extent, Kind
 from zero_strategy.offload.file_queues import Backend, open_queue
 from zero_strategy.offload.stores import BLOCKS, DEPTHS, Trial, choose, probe
 
@@ -26,6 +31,36 @@ def test_a_drive_is_measured(tmp_path: Path, backend: Backend) -> None:
     assert str(found).startswith(f"{tmp_path / 'new'}: reads ") and f"by {backend}" in str(found)
     expected = 1e9 / found.chosen.read + 2e9 / found.chosen.write
     assert found.seconds(10**9, 2 * 10**9) == pytest.approx(expected)
+
+
+class SteadyDrive:
+    """A queue to a drive of one speed, and the clock of which only its transfers take time."""
+
+    backend = "steady"
+
+    def __init__(self, speed: float) -> None:
+        self.speed, self.now, self.ends = speed, 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def submit(self, kind: Kind, extents: Sequence[Extent]) -> SimpleNamespace:
+        end = self.ends = max(self.ends, self.now) + sum(extent.memory.numel() for extent in extents) / self.speed
+
+        def wait() -> None:
+            self.now = max(self.now, end)
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(("speed", "most"), [(5e7, 3.2), (2e8, 3.2), (1e9, 1.8), (6e9, 1.1)])
+def test_a_probe_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: float, most: float) -> None:
+    drive = SteadyDrive(speed)
+    monkeypatch.setattr(stores, "time", drive)
+    monkeypatch.setattr(stores, "open_queue", lambda *args, **kwargs: nullcontext(drive))
+    found = probe(tmp_path, seconds=1.5)
+    assert found.chosen.read == pytest.approx(speed) and found.chosen.write == pytest.approx(speed)
+    assert drive.now < most * 1.5
 
 
 def test_the_least_that_is_nearly_as_fast_is_chosen() -> None:

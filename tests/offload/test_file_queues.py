@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import random
@@ -19,7 +20,7 @@ import torch
 
 from tests.offload.files import aligned, every_backend, need, nothing_left, opened, random_bytes
 from zero_strategy.offload.file_io import Extent, FileQueue, Kind, OpenFile
-from zero_strategy.offload.file_queues import IO_VARIABLE, Backend, NativeQueue, open_queue
+from zero_strategy.offload.file_queues import BACKENDS, IO_VARIABLE, Backend, NativeQueue, open_queue
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,6 +185,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         open_queue("python", block_bytes=5000)
     with pytest.raises(ValueError, match="stall_seconds must be positive"):
         open_queue("python", stall_seconds=0)
+    for backend in BACKENDS:  # longer than any of them can wait
+        with pytest.raises(ValueError, match="stall_seconds must be positive and finite, got inf"):
+            open_queue(backend, stall_seconds=math.inf)
     with opened(tmp_path / "a") as file, open_queue("python") as queue:
         with pytest.raises(ValueError, match=r"flat contiguous bytes in host memory, got \(3,\) of torch.float32"):
             queue.submit("write", [Extent(file, torch.zeros(3), 0)])

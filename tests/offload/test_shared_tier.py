@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zero_strategy.offload import file_queues as thread_queue
+from zero_strategy.offload import state_file
 from zero_strategy.offload.file_queues import IO_VARIABLE
 from zero_strategy.offload.tier import NvmeTier
 
@@ -74,3 +75,32 @@ def test_a_read_of_what_another_thread_writes_waits_without_the_lock(
         reading.result(30)
         writing.wait()
     assert torch.equal(found, values)
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_giving_up_what_is_being_written_locks_nobody_out(
+    tier: NvmeTier, monkeypatch: pytest.MonkeyPatch, all_of_it: bool
+) -> None:
+    drive, waits, plain = SlowDrive("write"), threading.Event(), state_file.outcome_of
+
+    def noted(*args: Any) -> Exception | None:
+        waits.set()
+        return plain(*args)
+
+    monkeypatch.setattr(thread_queue, "_call", drive)
+    monkeypatch.setattr(state_file, "outcome_of", noted)
+    values = torch.arange(NBYTES).to(torch.uint8)
+    tier.reserve({"c": NBYTES})
+    with ThreadPoolExecutor(2) as threads:
+        tier.write("a", values)
+        assert drive.reached.wait(30)
+        other = tier.write("c", values)
+        giving_up = threads.submit(tier.close) if all_of_it else threads.submit(tier.release, ["a", "b"])
+        assert waits.wait(30)
+        try:
+            threads.submit(other.wait).result(10)
+            assert not giving_up.done()
+        finally:
+            drive.go_on.set()
+        giving_up.result(30)
+    tier.close()

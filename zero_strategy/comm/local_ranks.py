@@ -88,7 +88,8 @@ def run_local_ranks(
             # This end is closed here once the rank has it, or the pipe would not end with the rank.
             with sending:
                 number = sending.fileno()
-                command = [sys.executable, "-m", __name__, str(folder), str(number), str(rank), str(ranks), backend]
+                numbers = map(str, (os.getpid(), number, rank, ranks))
+                command = [sys.executable, "-m", __name__, str(folder), *numbers, backend]
                 processes.append(
                     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, pass_fds=[number])
                 )
@@ -161,11 +162,10 @@ def _how(status: int) -> str:
 # ------------------------------------------------------------------------------------------------ the rank's side
 
 
-def _end_with_parent(folder: Path) -> None:
-    parent = os.getppid()
-
+def _end_with_parent(folder: Path, parent: int) -> None:
     def watch() -> None:
-        while os.getppid() == parent:  # when it ends, the kernel gives this process another one
+        # When it ends, the kernel gives this process another one; that may have been before this process could ask.
+        while os.getppid() == parent:
             time.sleep(0.2)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)  # `sys.exit` would end this thread alone
@@ -173,9 +173,9 @@ def _end_with_parent(folder: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> None:
+def _main(folder: Path, parent: int, number: int, rank: int, ranks: int, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it as well, and decides what ends
-    _end_with_parent(folder)
+    _end_with_parent(folder, parent)
     # A process that the function starts, and that lives on, would keep the pipe open.
     os.set_inheritable(number, False)
     result = Connection(number, readable=False)
@@ -199,4 +199,5 @@ def _main(folder: Path, number: int, rank: int, ranks: int, backend: str) -> Non
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    folder, parent, number, rank, ranks, backend = sys.argv[1:]
+    _main(Path(folder), int(parent), int(number), int(rank), int(ranks), backend)

@@ -324,11 +324,7 @@ class StoreBarrier:
         came = store.add(f"{key}/events", 1)
         store.set(f"{key}/{self.rank}", call)
         store.add(f"{key}/as/{call}", 1)
-        if store.add(f"{key}/arrived", 1) == self.world_size:
-            alike = store.add(f"{key}/as/{call}", 0) == self.world_size
-            calls = {} if alike else {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
-            store.set(f"{key}/answer", json.dumps(calls))
-        else:
+        if not self._count_in(store, key, call):
             self._await_answer(store, key, call, came)
         if self._done:  # everybody is here, so everybody has left the meeting before
             common = ("events", "arrived", "answer", f"as/{self._done[1]}") if self.rank == 0 else ()
@@ -338,30 +334,48 @@ class StoreBarrier:
         if different := json.loads(store.get(f"{key}/answer")):
             raise BarrierError(f"ranks came to different calls: { {int(rank): it for rank, it in different.items()} }")
 
+    def _count_in(self, store: Any, key: str, call: str) -> bool:
+        """True if this rank completes the meeting, to which it then leaves the answer."""
+        if store.add(f"{key}/arrived", 1) < self.world_size:
+            return False
+        alike = store.add(f"{key}/as/{call}", 0) == self.world_size
+        calls = {} if alike else {rank: store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)}
+        store.set(f"{key}/answer", json.dumps(calls))
+        return True
+
     def _await_answer(self, store: Any, key: str, call: str, came: int) -> None:
         """Look for the last rank's answer; one key of the store for each look, however many ranks there are."""
         deadline, pause, longest = time.monotonic() + self.timeout, 0.0005, max(0.05, self.world_size / _LOOKS)
+        stayed = False
         while not store.check([f"{key}/answer"]):
             if time.monotonic() > deadline:
-                deadline = self._withdraw(store, key, call, came)
+                self._withdraw(store, key, call, came, stayed=stayed)
+                deadline, stayed = time.monotonic() + self.timeout, True
             if self.track is not None:
                 self.track.watchdog.check()  # a failure that is known ends this wait, too
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
 
-    def _withdraw(self, store: Any, key: str, call: str, came: int) -> float:
+    def _withdraw(self, store: Any, key: str, call: str, came: int, *, stayed: bool) -> None:
         """Leave a meeting that did not come about: a rank that comes later shall not believe that this one is here.
 
-        Returns:
-            A later deadline, if the last rank has come in this moment.
+        It stays, and this returns, if the last rank has come in this moment.
+
+        Args:
+            store, key, call, came: Of the meeting.
+            stayed: Whether it has stayed before. A rank that is there, and has not got on since, has died.
 
         Raises:
             BarrierError: Names the ranks that did not come.
         """
-        if store.add(f"{key}/arrived", -1) == self.world_size - 1:
-            # It was complete: the last rank has counted this one in, and leaves an answer.
-            store.add(f"{key}/arrived", 1)
-            return time.monotonic() + self.timeout
+        complete = store.add(f"{key}/arrived", -1) == self.world_size - 1
+        # Less does not say that a rank is missing: others that stay may be out of the count, too, at this moment. Their
+        # keys are there: a rank sets its own before it counts itself in, and deletes it only when it leaves. So once a
+        # meeting is complete nobody finds one missing.
+        if complete or (not stayed and store.check([f"{key}/{rank}" for rank in range(self.world_size)])):
+            # The last to count itself in again answers, in case a rank came while it was out.
+            self._count_in(store, key, call)
+            return
         absent = [rank for rank in range(self.world_size) if not self._was_there(store, key, rank, came)]
         store.add(f"{key}/as/{call}", -1)
         store.set(f"{key}/left/{self.rank}", str(store.add(f"{key}/events", 1)))

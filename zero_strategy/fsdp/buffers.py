@@ -2,13 +2,13 @@
 
 Forwards change buffers from a rank's own data (running statistics, ranges of activations, codebooks), so that ranks
 would evaluate, and resume, with different ones. DDP sends all buffers before each forward. Here the message that ends a
-reduction of gradients has a bit for each buffer that a rank has changed since the last time, and those that any rank
-has changed are sent at once, in one message per dtype: what the next forward sees is the same, and nothing is sent
-where nothing changes. Changes are found by torch's version counters and by the identity of the tensors. Some writes are
-in neither: torch's kernels write running statistics without counting, and so do user modules through `buffer.data`,
-numpy or kernels of their own (codebooks of VQ-VAEs). So running statistics, and the persistent buffers of classes that
-are not torch's own, count as changed in every step in which their module trains. Buffers that are not persistent are
-constants (masks, frequencies) and go by their counters.
+reduction of gradients has a byte for each buffer, which says whether a rank has changed it since the last time, and
+those that any rank has changed are sent at once, in one message per dtype: what the next forward sees is the same, and
+nothing is sent where nothing changes. Changes are found by torch's version counters and by the identity of the tensors.
+Some writes are in neither: torch's kernels write running statistics without counting, and so do user modules through
+`buffer.data`, numpy or kernels of their own (codebooks of VQ-VAEs). So running statistics, and the persistent buffers
+of classes that are not torch's own, count as changed in every step in which their module trains. Buffers that are not
+persistent are constants (masks, frequencies) and go by their counters.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class GradientBucket:
             self._show_all()
 
     def _restore(self) -> None:
-        """Undo `_set_aside` where nothing was collected since."""
+        """Undo `_set_shadow` where nothing was collected since."""
         if self.reduced.earlier is not None and not self.own.live and self._reduction is None:
             self.version += 1
             self.reduced.restore(self.own.zeros()[self.bucket.owned])
@@ -274,7 +274,7 @@ class GradientBucket:
         self.bucket.parameters[index].grad = self.handle(index)
 
     def _show_all(self) -> None:
-        """True if `p.grad` is the gradient itself changed: it is not while a part of the sum is set aside."""
+        """Set `p.grad` anew where it may be the gradient itself: while a part of the sum is set aside it is not."""
         if self._shows_gradient:
             for index in self.live:
                 self.show(index)

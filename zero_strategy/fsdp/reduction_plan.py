@@ -2,10 +2,10 @@
 
 Every rank knows the plan, so that no rank waits for a hook that did not fire.
 
-Pure bookkeeping: no tensors are moved. Every reduction ends with one small message per rank (`encode`), from which all
-ranks derive the same next plan (`learn`): the order in which buckets leave (rank 0's order of completion), and which
-parameters to wait for before a bucket leaves early (those that some rank touched in each of the last two reductions
-that could have touched them).
+The plan is pure bookkeeping: `Reduction` moves the tensors. Every reduction ends with one small message per rank
+(`encode`), from which all ranks derive the same next plan (`learn`): the order in which buckets leave (rank 0's order
+of completion), and which parameters to wait for before a bucket leaves early (those that some rank touched in each of
+the last two reductions that could have touched them).
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Parameters without values: released ones (stage 3), and sharded ones of a model that is still being built.
 
-The one table of the process: weak on both sides, written when an engine takes a module over.
-
-Writes are noticed by version counters, and by hashes of the values.
-
 The values of a released parameter are not there. Its class is `ReleasedParameter` (or one made of the parameter's own
 class), as torch swaps that of `UninitializedParameter`, so that every call of torch with it arrives in
 `__torch_function__`:

@@ -5,8 +5,6 @@ ranges of them without asking where they are. `OffloadedVector` moves what is in
 
 `MovedStates` carries out `engine.offload_states()` and `reload_states()`.
 
-`engine.offload_states()` until `engine.reload_states()`.
-
 Between training and generation a device has better uses for memory than what only the next step needs. Whole storages
 are copied, padding included, and everything that was a view of one becomes the same view of its copy: parameters,
 gradients and the optimizer's state stay the same objects and can be read where they are. What computes with them on the

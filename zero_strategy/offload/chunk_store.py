@@ -133,15 +133,15 @@ class ChunkStore:
         made = {name: OffloadedVector(self, name, spec) for name, spec in wanted.items()}
         for vector in made.values():
             vector.staying = self._allowance.take(vector.costs())
-        try:
+        with contextlib.ExitStack() as undo:
+            # Whatever fails, no vector is added, so the allowance and the room are for others again.
+            undo.callback(self._leave, made.values())
             for tier in (self.tier, self.memory):
                 sizes = {name: size for each in made.values() for name, size in each.records_in(tier).items()}
                 if sizes:
                     tier.reserve(sizes)
-        except BaseException:
-            # No vector is added, so the allowance is for others again.
-            self._leave(made.values())
-            raise
+                    undo.callback(tier.release, sizes)
+            undo.pop_all()
         self.vectors.update(made)
         return made
 

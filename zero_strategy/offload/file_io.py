@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import struct
 import threading
@@ -234,8 +235,8 @@ class FileQueue(ABC):
             raise ValueError(f"depth must be 1 to {_MOST_DEPTH} blocks, got {depth}")
         if block_bytes % BLOCK_GRAIN or not BLOCK_GRAIN <= block_bytes <= _MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be a multiple of {BLOCK_GRAIN} up to 1 GiB, got {block_bytes}")
-        if not stall_seconds > 0:
-            raise ValueError(f"stall_seconds must be positive, got {stall_seconds}")
+        if not 0 < stall_seconds < math.inf:
+            raise ValueError(f"stall_seconds must be positive and finite, got {stall_seconds}")
         self.depth, self.block_bytes, self.stall_seconds = depth, block_bytes, stall_seconds
         self.reason = ""
         self._process = os.getpid()

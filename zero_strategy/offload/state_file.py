@@ -344,16 +344,19 @@ class StateFile:
         """Waits for all that is under way; raises the first error."""
         self._settle_all(raising=True)
 
-    def close(self) -> None:
+    def close(self, lock: AbstractContextManager[object] | None = None) -> None:
         """Waits for all that is under way, and lets the files go. A second call does nothing.
+
+        Args:
+            lock: As for `Transfer.wait`, where other threads may wait for transfers; they begin none any more.
 
         Raises:
             OSError: The first error of what was under way; everything is closed all the same.
             TimeoutError: If the drive does not answer; the files then go with the process.
         """
-        self._close(cancel=False)
+        self._close(cancel=False, lock=lock)
 
-    def _close(self, *, cancel: bool) -> None:
+    def _close(self, *, cancel: bool, lock: AbstractContextManager[object] | None = None) -> None:
         if self._closed:
             return
         self._closed = True
@@ -364,7 +367,7 @@ class StateFile:
             try:
                 # A queue of its own is cancelled as a whole; in one of others, this file's transfers come to their end.
                 if not (cancel and self._owns_queue):
-                    self._settle_all(raising=not cancel)
+                    self._settle_all(raising=not cancel, lock=lock)
                 if self._owns_queue:
                     self.queue.close(cancel=cancel)
             except TimeoutError:
@@ -402,8 +405,10 @@ class StateFile:
         for other in self.meeting(kind, name, start, stop):
             outcome_of(other)
 
-    def _settle_all(self, *, raising: bool) -> None:
-        errors = [outcome_of(one) for ones in list(self._under_way.values()) for one in list(ones)]
+    def _settle_all(self, *, raising: bool, lock: AbstractContextManager[object] | None = None) -> None:
+        with lock or contextlib.nullcontext():
+            under_way = [one for ones in self._under_way.values() for one in ones]
+        errors = [outcome_of(one, lock) for one in under_way]
         for error in errors:
             if error is not None and raising:
                 raise error

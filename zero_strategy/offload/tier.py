@@ -452,6 +452,7 @@ class HostTier:
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make room; the memory is zeroed, and taken when it is first written to."""
+        made: dict[str, tuple[HostMemory, Tensor]] = {}
         # Not together where nothing is pinned: a record's memory then goes when that is released.
         for together in _regions(sizes, _REGION if self._pinned else 0):
             memory = HostMemory(sum(HostMemory.rounded(max(nbytes, 1)) for _, nbytes in together), pinned=self._pinned)
@@ -465,8 +466,10 @@ class HostTier:
                 )
             begin = 0
             for name, nbytes in together:
-                self._records[name] = memory, memory.bytes[begin : begin + nbytes]
+                made[name] = memory, memory.bytes[begin : begin + nbytes]
                 begin += HostMemory.rounded(max(nbytes, 1))  # each at a page, and one of no bytes has a page, too
+        # Only now: where there is no memory for all of them, none is kept.
+        self._records.update(made)
 
     def resident(self, record: str) -> Tensor | None:
         """The record itself."""
@@ -568,7 +571,8 @@ class NvmeTier:
         self._lock = threading.RLock()
         self.observed = observed or Observed()
         # It knows the table of files, not this object: files of a dropped tier are closed, too.
-        self._finalizer = weakref.finalize(self, _close, self._queue, self._files, os.getpid())
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._queue, self._files, self._process)
 
     def reserve(self, sizes: Mapping[str, int]) -> None:
         """Make a file for these records.
@@ -635,14 +639,19 @@ class NvmeTier:
         with self._lock:
             touched = {id(file): file for file in (self._files.pop(record) for record in records)}
             kept = {id(file) for file in self._files.values()}
-            for identity, file in touched.items():
-                if identity not in kept:
-                    file.close()
+        # Nobody finds these files any more, and other threads go on while their transfers end.
+        for identity, file in touched.items():
+            if identity not in kept:
+                file.close(self._lock)
 
     def close(self) -> None:
         """Wait for what is under way and give all room back."""
+        if self._finalizer.detach() is None:  # it is closed, or another thread closes it
+            return
         with self._lock:
-            self._finalizer()
+            files = dict(self._files)
+            self._files.clear()
+        _close(self._queue, files, self._process, self._lock)
 
 
 class NvmeTransfer:
@@ -662,12 +671,17 @@ class NvmeTransfer:
             self._ended = None
 
 
-def _close(queue: FileQueue, files: dict[str, StateFile], process: int) -> None:
+def _close(
+    queue: FileQueue,
+    files: dict[str, StateFile],
+    process: int,
+    lock: AbstractContextManager[object] | None = None,
+) -> None:
     if os.getpid() != process:  # a forked child has no part in what is under way
         return
     try:
         for file in {id(file): file for file in files.values()}.values():
-            file.close()
+            file.close(lock)
     finally:
         # The queue last: closing a file waits for its requests in it.
         files.clear()

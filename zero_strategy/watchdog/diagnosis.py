@@ -323,7 +323,7 @@ def _has_come(report: Report | None, wait: Wait) -> bool:
 def _locked(
     own: Report, reports: Mapping[int, Report], fresh: Collection[int], rank_labels: RankLabels
 ) -> Failure | None:
-    """True if ranks wait for each other: none of those that this one waits for can get on."""
+    """The failure of ranks that wait for each other: none of those that this one waits for can get on."""
     waiting = {
         rank: report
         for rank, report in reports.items()
