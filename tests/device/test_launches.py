@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.device.launches import Launches
 from tests.warm import run_warm
-from zero_strategy import engine as engine_module
+from zero_strategy import engine_mesh
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.ops import foreach
@@ -178,7 +178,7 @@ def test_a_library_is_built_before_ranks_wait_for_each_other(
     def compare(name: str, values: object, *, timeout: float) -> None:
         known.append(libraries.status("cpu") is not None)
 
-    monkeypatch.setattr(engine_module, "check_same_values", compare)
+    monkeypatch.setattr(engine_mesh, "check_same_values", compare)
     settings = {} if offload is None else {"offload": {"optimizer": offload}}
     ZeroEngine(nn.Linear(4, 4), load_config(stage=2, watchdog="off", **settings)).close()
     assert known == [True]

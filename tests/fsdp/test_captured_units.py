@@ -48,8 +48,8 @@ def test_an_engine_looks_where_addresses_change(
         engine = ZeroEngine(model, load_config(stage=stage, watchdog="off"))
         engine.attach(torch.optim.SGD(model.parameters()))
         asked: list[nn.Module] = []
-        monkeypatch.setattr("zero_strategy.engine.warn_of_captures", asked.append)
-        engine.device = torch.device(device)
+        monkeypatch.setattr("zero_strategy.optim.attached.warn_of_captures", asked.append)
+        engine.model.device = torch.device(device)
         engine.check_optimizers()
         assert asked == [model] * told
         engine.close()

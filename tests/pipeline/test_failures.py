@@ -107,11 +107,11 @@ def test_data_that_ends_early(ranks: Launcher, case: Case, faulty: int, stage: i
     ("case", "faulty", "fault", "kind", "words"),
     [
         (_FOUR, 1, no_number, "FloatingPointError", "forward of micro-batch 2 in stage 1"),
-        (_THREE, 1, _stop, "StopIteration", "forward of micro-batch 2 in stage 1"),
         (_FOUR, 2, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 2"),
         (_TWO, 1, _break_backward, "ArithmeticError", "input half of the backward of micro-batch 2 in stage 1"),
         (_THREE, 0, _break_backward, "ArithmeticError", "backward of micro-batch 2 in stage 0"),
         (_FOUR, 0, _unsendable, "TypeError", "outputs['depth'] is a builtins.set"),
+        (_THREE, 1, _stop, "StopIteration", "forward of micro-batch 2 in stage 1"),
     ],
 )
 def test_a_stage_that_raises(ranks: Launcher, case: Case, faulty: int, fault: Fault, kind: str, words: str) -> None:

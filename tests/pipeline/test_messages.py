@@ -151,8 +151,8 @@ def _exchange(wrong: Stamp | None) -> tuple[dict[str, int], list[float]] | str:
             value = torch.full(shape, rank + i)
             tensors, structure = take_apart((value, None) if i % 3 else value)
             kinds = [kind_of(tensor, False) for tensor in tensors]
-            outlet.send(wrong if wrong is not None and rank == 0 else stamp, structure, kinds, tensors)
-            try:
+            try:  # both: the other rank may have broken the connection before the second message
+                outlet.send(wrong if wrong is not None and rank == 0 else stamp, structure, kinds, tensors)
                 plan, tensors = inlet.take(stamp)
             except RuntimeError as error:
                 transport.waits.fail(failure_of(error, rank, f"stage {rank}"))

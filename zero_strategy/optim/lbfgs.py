@@ -79,7 +79,7 @@ class DistributedLBFGS:
         mine = [piece for piece in pieces if piece in states]
         known: dict[str, Any] = {}
         if self._ranks is not None:  # a rank without pieces has no state, and has to decide as the others do
-            first = states[mine[0]] if mine else {}
+            first = nested(flattened(states[mine[0]])) if mine else {}
             numbers = {key: value for key, value in first.items() if key not in (*_VECTORS, *_HISTORY)}
             known = next(filter(None, self._ranks.all_gather_objects(numbers)), {})
         # Not before all have answered: joining takes the states apart, and an error would lose them.
