@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.pipeline.schedules import named
 from zero_strategy.pipeline import InferenceSchedule, TrainSchedule, build_table, lower
-from zero_strategy.pipeline.lowering import check
+from zero_strategy.pipeline.check import check
 
 STAGES, MICRO_BATCHES, CHUNKS = 16, 64, 4
 

@@ -24,6 +24,7 @@ from zero_strategy.pipeline import (
     inference,
     lower,
 )
+from zero_strategy.pipeline.check import check
 from zero_strategy.pipeline.instructions import (
     BackwardPass,
     ForwardPass,
@@ -38,7 +39,6 @@ from zero_strategy.pipeline.instructions import (
     SendActivation,
     read_ops,
 )
-from zero_strategy.pipeline.lowering import check
 
 NUMBERS = [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 4), (4, 7), (5, 13)]
 

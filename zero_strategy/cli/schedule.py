@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_strategy.cli.figures import figure, style, theme
-from zero_strategy.pipeline.lowering import check, lower
+from zero_strategy.pipeline.check import check
+from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.schedules import SCHEDULES, Kind, build_table, write_csv
 from zero_strategy.pipeline.simulator import (
     Event,
