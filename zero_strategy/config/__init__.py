@@ -8,14 +8,8 @@ Example:
     ```
 """
 
-from zero_strategy.config.deepspeed.read import (
-    LATER_KEYS,
-    check_owned,
-    dtype_fact,
-    inspect_deepspeed,
-    is_deepspeed,
-    read_deepspeed,
-)
+from zero_strategy.config.deepspeed.owned import LATER_KEYS, check_owned, dtype_fact
+from zero_strategy.config.deepspeed.read import inspect_deepspeed, is_deepspeed, read_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import ZeroSettings, load_config, load_layers, register_hydra
 from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, check_no_sequence, resolve
