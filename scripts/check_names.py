@@ -110,14 +110,17 @@ class Names:
             return False
         return known + 1 == len(parts) or name not in self.classes or self._in_class(name, parts[known + 1])
 
-    def _in_class(self, name: str, member: str) -> bool:
+    def _in_class(self, name: str, member: str, seen: frozenset[str] = frozenset()) -> bool:
         for found in self.classes[name]:
             if member in found.names:
                 return True
-            for base in found.bases:
-                own = base.split(".")[-1]
-                if self._in_class(own, member) if own in self.classes else own not in ("Protocol", "ABC", "NamedTuple"):
-                    return True  # a class of another library may have anything
+            # Not those on the way here: a class may be named as its base is, and both are looked at as one.
+            for own in {base.split(".")[-1] for base in found.bases} - {name, *seen}:
+                if own not in self.classes:
+                    if own not in ("Protocol", "ABC", "NamedTuple"):
+                        return True  # a class of another library may have anything
+                elif self._in_class(own, member, seen | {name}):
+                    return True
         return False
 
 

@@ -28,7 +28,7 @@ class Base:
     def of_base(self): ...
 
 
-class Thing(Base):
+class Thing(elsewhere.Thing, Base):
     prefix: ClassVar[str] = "stage."
     depth: int = 0
 

@@ -278,7 +278,7 @@ class ZeroEngine:
         Raises:
             ValueError: Naming the parameters and the way out.
         """
-        self._attached.check(self.untrained)
+        self._attached.check((n, p) for n, p in self.model.names() if id(p) not in self.untrained)
 
     def _check_observed(self) -> None:
         """Raise if the settings ask for records that nobody keeps."""
@@ -302,7 +302,7 @@ class ZeroEngine:
         if self.average is not None:
             self.average.before_step()
         if self._attached.changed:  # the first step, or a group was added since
-            self._attached.check(self.untrained)
+            self.check_optimizers()
             self._check_observed()
         return sharded.begin_step(args, kwargs)
 

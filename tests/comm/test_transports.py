@@ -66,3 +66,17 @@ def _available() -> list[bool]:
 
 def test_a_transport_knows_whether_the_group_has_connections_for_it(ranks: Launcher) -> None:
     assert ranks(2)(_available) == [[True, False, True]] * 2
+
+
+class _Broken:
+    def wait(self) -> None:
+        raise ConnectionError
+
+
+def test_what_follows_a_collective_does_not_run_after_one_that_failed() -> None:
+    ran: list[str] = []
+    work = PendingWork([_Broken()], then=lambda: ran.append("then"))
+    with pytest.raises(ConnectionError):
+        work.wait()
+    work.wait()
+    assert ran == []

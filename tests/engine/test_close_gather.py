@@ -213,7 +213,7 @@ def refusals(stage: int) -> dict[str, str]:
     found["moved"] = message(lambda: engine.close(gather=True))
     engine.reload_states()
     engine.close(gather=True, reason="a test closed it")
-    for name in ("full_state_dict", "state_bytes", "grad_norm", "reset"):
+    for name in ("full_state_dict", "state_bytes", "grad_norm", "reset", "check_optimizers"):
         found[name] = message(getattr(engine, name))
     found["attach"] = message(lambda: engine.attach(optimizer))
     loss_of(model(torch.ones(2, 6))).backward()
@@ -235,7 +235,7 @@ def test_what_an_ended_engine_refuses(ranks: Launcher, stage: int) -> None:
         assert "inside of a forward, or of GatheredParameters" in found["inside"]
         assert "is sharded by another engine" in found["second"] and "close(gather=True)" in found["second"]
         assert "reload_states()" in found["moved"]
-        for name in ("full_state_dict", "state_bytes", "grad_norm", "reset", "attach"):
+        for name in ("full_state_dict", "state_bytes", "grad_norm", "reset", "check_optimizers", "attach"):
             assert "this engine has ended: a test closed it" in found[name], (name, found)
         assert "a test closed it" in found["step"] and "load_state_dict" in found["step"]
         assert found["loaded"] == "no error"

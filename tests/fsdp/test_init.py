@@ -306,16 +306,20 @@ def test_parameters_used_before_an_engine(ranks: Launcher) -> None:
         assert all(found.values()), found
 
 
-def after_an_error_in_a_scope() -> bool:
+def after_an_error_in_a_scope() -> list[bool]:
+    """Whether the weight is sharded: inside of the outer scope, which keeps it whole, and at the end."""
     with sharding.Init():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        with pytest.raises(KeyError), sharding.GatheredParameters(model[0].weight, modifier_rank=1):
-            raise KeyError
-    return isinstance(model[0].weight, ShardedParameter)
+        with sharding.GatheredParameters(model[0].weight):
+            with pytest.raises(KeyError), sharding.GatheredParameters(model[0].weight, modifier_rank=1):
+                raise KeyError
+            model.append(nn.Linear(WIDTH, WIDTH))
+            inside = isinstance(model[0].weight, ShardedParameter)
+    return [inside, isinstance(model[0].weight, ShardedParameter)]
 
 
 def test_a_scope_that_an_error_ends_keeps_nothing_whole(ranks: Launcher) -> None:
-    assert ranks(2)(after_an_error_in_a_scope) == [True, True]
+    assert ranks(2)(after_an_error_in_a_scope) == [[False, True]] * 2
 
 
 def by_one_rank(how: str) -> str:

@@ -162,7 +162,7 @@ def looked_at() -> tuple[int, bool, bool, bool]:
     looker.join()
     changes = sum(before.call != after.call for before, after in pairwise(seen))
     different = {id(foreign.call) for foreign in seen}
-    ended = all(foreign.call() is None for foreign in seen)
+    ended = all(isinstance(foreign.call, ref) and foreign.call() is None for foreign in seen)
     return len(different), changes + 1 == len(different), ended, any(tensor() is not None for tensor in held)
 
 

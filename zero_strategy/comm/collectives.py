@@ -178,18 +178,17 @@ class PendingWork:
         Raises:
             DesyncError: If it never will be, where a watchdog watches.
         """
-        # Each is taken out before it is waited for: a second call, also one after an error, does nothing again.
-        before, self._before = self._before, None
+        # All are taken out before anything is waited for: a second call, also one after an error, does nothing.
+        before, works, kinds, then = self._before, self._works, self._kinds, self._then
+        self._before, self._works, self._kinds, self._then = None, [], (), None
         if before is not None:
             before.wait()
-        works, self._works = self._works, []
         if self._watched is None or not works:
-            self._finish(works)
+            self._finish(works, kinds)
         else:
             # As a context it is the wait that a watchdog sees; for nothing there is none.
             with self._watched:
-                self._finish(works)
-        then, self._then = self._then, None
+                self._finish(works, kinds)
         if then is not None:
             then()
 
@@ -211,12 +210,12 @@ class PendingWork:
 
         return wait
 
-    def _finish(self, works: list[Any]) -> None:
+    def _finish(self, works: list[Any], kinds: Sequence[Span]) -> None:
         if self._observed is None or self._observed.observer is None:
             for work in works:
                 _finish(work)
             return
-        for kind, work in zip(self._kinds, works, strict=True):
+        for kind, work in zip(kinds, works, strict=True):
             with self._observed.span(kind):
                 _finish(work)
 

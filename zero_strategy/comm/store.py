@@ -384,9 +384,11 @@ class StoreBarrier:
         self._round -= 1
         if self.track is not None:
             self.track.withdraw()
+        waited = f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s"
+        if not absent:  # each was there at some time
+            raise BarrierError(f"{waited}, and then as long again for a rank that had come and has died, or left")
         raise BarrierError(
-            f"{call} needs all {self.world_size} ranks; rank {self.rank} waited {self.timeout:g} s and rank(s) "
-            f"{absent} did not come. Call it on every rank (not under `if rank == 0`)."
+            f"{waited} and rank(s) {absent} did not come. Call it on every rank (not under `if rank == 0`)."
         )
 
     @staticmethod

@@ -55,6 +55,13 @@ class GatheredParameters:
             return
         for construction in constructions_of(self._parameters):
             self._pinned.append((construction, construction.pin(self._parameters)))
+        try:
+            self._enter_models()
+        except BaseException:
+            self._unpin()  # nobody calls `__exit__`
+            raise
+
+    def _enter_models(self) -> None:
         models = {id(model): model for model in map(sharded_model_of, self._parameters) if model is not None}
         # If a later model refuses, what was entered for earlier ones is left again.
         with ExitStack() as entered:
@@ -81,13 +88,21 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for construction, parameters in self._pinned:
-            construction.unpin(parameters)
+        pinned = self._unpin()
+        try:
             # Not after an exception: other ranks may not come to the broadcast.
-            if kind is None:
+            for construction, parameters in pinned if kind is None else ():
                 construction.spread(parameters, self._modifier_rank or 0)
-        self._pinned.clear()
+        except BaseException as failure:
+            self._scopes.__exit__(type(failure), failure, failure.__traceback__)
+            raise
         self._scopes.__exit__(kind, error, trace)
+
+    def _unpin(self) -> list[tuple[Construction, list[nn.Parameter]]]:
+        pinned, self._pinned = self._pinned, []
+        for construction, parameters in pinned:
+            construction.unpin(parameters)
+        return pinned
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -132,7 +133,7 @@ class Construction:
         self._ranks = ranks
         self._whole: dict[int, _Whole] = {}
         self._numbers, self._events = 0, 0
-        self._pinned: set[int] = set()
+        self._pinned: Counter[int] = Counter()  # by id: scopes lie in one another
         _constructions.add(self)
 
     # ---- what happens ----
@@ -222,12 +223,12 @@ class Construction:
         mine = [p for p in parameters if self.holds(p)]
         if used := [p for p in mine if isinstance(p, ShardedParameter)]:
             self.use(cast("list[nn.Parameter]", used), stays=False)
-        self._pinned |= {*map(id, mine)}
+        self._pinned.update(map(id, mine))
         return mine
 
     def unpin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let parameters be sharded again."""
-        self._pinned.difference_update(map(id, parameters))
+        self._pinned -= Counter(map(id, parameters))  # which drops those that are down to none
 
     def spread(self, parameters: Iterable[nn.Parameter], source: int) -> None:
         """The values of rank `source` count from now on; all ranks call it."""

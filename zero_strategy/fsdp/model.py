@@ -703,7 +703,7 @@ class ShardedModel:
                 if any(id(parameter) in wanted for bucket in unit.buckets for parameter in bucket.parameters)
             ]
         self.arrivals.finish()
-        # Before anything that may raise: all pins are taken back at the end.
+        # Before anything that may raise, as all pins are taken back at the end.
         for unit in units:
             unit.pinned += 1
         try:
@@ -719,6 +719,8 @@ class ShardedModel:
         finally:
             for unit in units:
                 unit.pinned -= 1
+            # Once all pins are taken back: a release may raise, where a gather has failed.
+            for unit in units:
                 unit.release()
 
 

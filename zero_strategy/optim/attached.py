@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zero_strategy.fsdp.captured_units import warn_of_captures
@@ -81,11 +82,11 @@ class AttachedOptimizers:
         # Asked in every step, so it compares sizes and looks at no parameter.
         return self._checked != self._group_sizes()
 
-    def check(self, untrained: Collection[int]) -> None:
+    def check(self, trained: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raise if a trainable parameter is in no optimizer, or one in two whose state is offloaded.
 
         Args:
-            untrained: Ids of those that no optimizer needs to have.
+            trained: Those that an optimizer has to have, if they are trainable, by name.
 
         Raises:
             ValueError: Naming the parameters and the way out.
@@ -93,7 +94,7 @@ class AttachedOptimizers:
         optimizers = [sharded.optimizer for sharded in self._attached]
         if self._model.optimizer_store is not None:
             check_twice(optimizers, self._model.names())
-        check_all_held(optimizers, ((name, p) for name, p in self._model.names() if id(p) not in untrained))
+        check_all_held(optimizers, trained)
         if strangers := self._model.strangers():
             raise ValueError(
                 f"parameters {strangers[:5]} came into the module after it was sharded (resize_token_embeddings, a new "

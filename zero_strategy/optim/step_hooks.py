@@ -66,7 +66,7 @@ class StepHooks:
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin the engine's step; torch calls it."""
-        # The frame of torch's wrapper: it is gone when this `step()` is, also by an exception.
+        # The frame of torch's wrapper: it is on the stack no longer when this `step()` is over, also by an exception.
         self._running = sys._getframe(1)
         return self._begin(optimizer, args, kwargs)
 

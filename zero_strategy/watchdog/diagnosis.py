@@ -265,7 +265,7 @@ def _different(
             for number, mine in sorted(recent.items()):
                 theirs = report.recent.get(track, {}).get(number, mine)
                 if mine != theirs:
-                    # The report that shows another collective counts, however old: its rank has not got past that.
+                    # The report that shows another collective counts, however old: it says where that began.
                     known = [each for each in reports.values() if each.rank in fresh or each.rank == rank]
                     begun = sorted({own.rank: mine, rank: theirs}.items())
                     told = ", ".join(f"{rank_labels(each)} began {shown(one)}" for each, one in begun)

@@ -360,12 +360,15 @@ class _Mark:
         """Nothing; called if the thread is traced from now on."""
 
 
-def _mark_of(frame: FrameType) -> weakref.ref[_Mark] | None:
-    """The mark of a call, which gets one where it has none; None: a debugger follows it."""
+def _mark_of(frame: FrameType) -> weakref.ref[_Mark] | int:
+    """The mark of a call, which gets one where it has none.
+
+    Where a debugger or a measurement of coverage has its own there: the frame's address, which later calls may have.
+    """
     if frame.f_trace is None:
         frame.f_trace = _Mark()
     mark = frame.f_trace
-    return weakref.ref(mark) if isinstance(mark, _Mark) else None
+    return weakref.ref(mark) if isinstance(mark, _Mark) else id(frame)
 
 
 class Foreign(NamedTuple):
@@ -381,7 +384,7 @@ class Foreign(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]
-    call: weakref.ref[_Mark]
+    call: weakref.ref[_Mark] | int
     awaited: tuple[int, ...]
     message: bool = False
 
@@ -467,8 +470,7 @@ def _foreign(thread: int, calls: Sequence[Call]) -> Foreign | None:
     name, found = calls[depth].function, frame_at(thread, depth)
     if found is None or (found.f_code.co_filename, found.f_code.co_name) != (c10d, name):
         return None  # it has ended meanwhile
-    if (call := _mark_of(found)) is None:
-        return None
+    call = _mark_of(found)
     arguments = found.f_locals
     try:
         ranks = tuple(dist.get_process_group_ranks(arguments.get("group")))
