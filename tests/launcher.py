@@ -185,14 +185,15 @@ def _forget_device_meshes() -> None:
             clear()
 
 
-def _wait_for_all(store: Store, world: int) -> None:
+def _wait_for_all(store: Store, world: int, what: str = "finished") -> None:
     """A barrier on the store: one on the group could pair up with a collective that another rank waits in.
 
-    Needed because a rank that closes its sockets early can take from a slower one the data still under way.
+    Needed because a rank that closes its sockets early can take from a slower one the data still under way, or a
+    connection that is still being made.
     """
-    if store.add("finished", 1) == world:
-        store.set("all finished", "")
-    store.wait(["all finished"], timedelta(days=1))
+    if store.add(what, 1) == world:
+        store.set(f"all {what}", "")
+    store.wait([f"all {what}"], timedelta(days=1))
 
 
 def _end_groups() -> list[dist.ProcessGroup]:
@@ -229,6 +230,7 @@ def _execute(
             if "cuda" in job.backend:
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(job.backend, store=run_store, rank=rank, world_size=world)
+            _wait_for_all(run_store, world, "connected")
             payload = _dumps(function(*args, **kwargs))
             _wait_for_all(run_store, world)
             ended += _end_groups()

@@ -307,7 +307,7 @@ def test_parameters_used_before_an_engine(ranks: Launcher) -> None:
 
 
 def after_an_error_in_a_scope() -> list[bool]:
-    """Whether the weight is sharded: inside of the outer scope, which keeps it whole, and at the end."""
+    """True where the weight is sharded: inside of the outer scope, which keeps it whole, and at the end."""
     with sharding.Init():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         with sharding.GatheredParameters(model[0].weight):
