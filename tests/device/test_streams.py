@@ -270,15 +270,15 @@ def buffer_reused_while_it_is_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def mean_taken_before_the_sum(patch: pytest.MonkeyPatch) -> None:
-    finish = PendingWork._finish
+    wait = PendingWork.wait
 
-    def then_first(self: PendingWork, works: list[Any]) -> None:
+    def then_first(self: PendingWork) -> None:
         then, self._then = self._then, None
         if then is not None:
             then()
-        finish(self, works)
+        wait(self)
 
-    patch.setattr(PendingWork, "_finish", then_first)
+    patch.setattr(PendingWork, "wait", then_first)
 
 
 def updated_parameters_not_waited_for(patch: pytest.MonkeyPatch) -> None:
