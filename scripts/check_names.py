@@ -76,12 +76,9 @@ class Names:
             if not isinstance(node, ast.ClassDef):
                 continue
             members = Members(set(_bound(node.body)), [ast.unparse(base).split("[")[0] for base in node.bases])
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
             members.names.update(
-                target.attr
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-                for target in [inner]
-                if isinstance(target.value, ast.Name) and target.value.id == "self"
+                each.attr for each in stored if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self"
             )
             self.classes[node.name].append(members)
             for statement in node.body:  # a section of the settings: prefix: ClassVar[str] = "mesh."
@@ -93,13 +90,14 @@ class Names:
     def has(self, name: str) -> bool:
         """True if a dotted name is one of something here."""
         first, *rest = name.split(".")
-        if ".".join(rest[:1]) in self.sections.get(first, ()):
+        if rest[0] in self.sections.get(first, ()):
             return True
         if first in self.classes:
             return self._in_class(first, rest[0])
-        full = name.split(".") if first == PACKAGE else [PACKAGE, *name.split(".")]
-        starts = [key.split(".") for key in self.modules if key.endswith(f".{first}")]
-        return any(self._in_module(each) for each in (full, *([*start, *rest] for start in starts)))
+        # What the package itself gives, or any module of that name.
+        modules = [key for key in self.modules if key.endswith(f".{first}")]
+        starts = [PACKAGE] if first == PACKAGE else [f"{PACKAGE}.{first}", *modules]
+        return any(self._in_module([*start.split("."), *rest]) for start in starts)
 
     def _in_module(self, parts: list[str]) -> bool:
         known = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self.modules), 0)

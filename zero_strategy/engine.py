@@ -26,7 +26,7 @@ from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
 from zero_strategy.checkpoint import StateReader, exports, full_tensors
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
-from zero_strategy.checkpoint.loader import Loader
+from zero_strategy.checkpoint.load import Loader
 from zero_strategy.checkpoint.preemption import StepWatch, save_on_signal
 from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave

@@ -322,6 +322,23 @@ def test_a_scope_that_an_error_ends_keeps_nothing_whole(ranks: Launcher) -> None
     assert ranks(2)(after_an_error_in_a_scope) == [[False, True]] * 2
 
 
+def after_an_error_on_the_way_in() -> bool:
+    other = nn.Linear(WIDTH, WIDTH)
+    ZeroEngine(other, load_config(stage=1))
+    with sharding.Init():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        with (
+            pytest.raises(ValueError, match="modifier_rank 7"),
+            sharding.GatheredParameters([model[0].weight, other.weight], modifier_rank=7),
+        ):
+            pass
+    return isinstance(model[0].weight, ShardedParameter)
+
+
+def test_a_scope_that_is_refused_keeps_nothing_whole(ranks: Launcher) -> None:
+    assert ranks(2)(after_an_error_on_the_way_in) == [True, True]
+
+
 def by_one_rank(how: str) -> str:
     rank = dist.get_rank()
     try:

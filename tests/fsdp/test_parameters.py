@@ -341,3 +341,15 @@ def test_a_gather_that_failed_is_not_taken_for_done() -> None:
         bucket.finish_unshard()
     bucket.finish_unshard()
     assert not bucket.gathered and not bucket.pending
+
+
+def test_a_release_that_fails_leaves_no_unit_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ZeroEngine(net(), load_config(stage=3, units={"min_numel": 0})).model
+
+    def fails() -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(model.units[0], "release", fails)
+    with pytest.raises(ConnectionError), model.gathered():
+        assert all(unit.pinned == 1 for unit in model.units)
+    assert all(unit.pinned == 0 for unit in model.units)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from typing import Any
 from weakref import ref
 
 import torch
@@ -131,8 +132,13 @@ def test_a_waiting_thread() -> None:
     assert frame_at(thread.ident, 0) is None and thread.ident not in stacks()
 
 
-def looked_at() -> tuple[int, bool, bool, bool]:
-    """Rank 0 waits twice in a barrier while a thread looks at it.
+def follows(frame: object, event: str, arg: object) -> Any:
+    """A debugger's: each frame has it from its first line on."""
+    return follows
+
+
+def looked_at(traced: bool) -> tuple[int, bool, bool, bool]:
+    """Rank 0 waits twice in a barrier while a thread looks at it, and a debugger may follow it.
 
     Returns:
         In how many calls it was seen; whether one call was seen as one, the calls as ended; whether a tensor of the
@@ -156,16 +162,26 @@ def looked_at() -> tuple[int, bool, bool, bool]:
 
     looker = threading.Thread(target=look)
     looker.start()
-    held = [wait(), wait()]
+    tracer = sys.gettrace()  # where coverage is measured
+    sys.settrace(follows if traced else None)
+    try:
+        held = [wait(), wait()]
+    finally:
+        sys.settrace(tracer)
     dist.barrier()
     over.set()
     looker.join()
     changes = sum(before.call != after.call for before, after in pairwise(seen))
     different = {id(foreign.call) for foreign in seen}
-    ended = all(isinstance(foreign.call, ref) and foreign.call() is None for foreign in seen)
+    ended = all(foreign.call() is None for foreign in seen if isinstance(foreign.call, ref))
     return len(different), changes + 1 == len(different), ended, any(tensor() is not None for tensor in held)
 
 
 def test_a_look_tells_calls_apart_and_keeps_nothing_of_them(ranks: Launcher) -> None:
-    calls, as_one, ended, lives = ranks(2)(looked_at)[0]
+    calls, as_one, ended, lives = ranks(2)(looked_at, False)[0]
     assert calls >= 2 and as_one and ended and not lives
+
+
+def test_a_look_finds_calls_that_a_debugger_follows(ranks: Launcher) -> None:
+    calls, _, _, lives = ranks(2)(looked_at, True)[0]
+    assert calls >= 1 and not lives

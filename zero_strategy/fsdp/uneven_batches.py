@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, or of tokens: joined training with weight 0, shared evaluation, one mean.
+"""Ranks with different numbers of batches (joined training with weight 0, shared evaluation) or of tokens (the mean).
 
 In evaluation, ranks without a batch left take part in the gathers of those with one. Most steps gather the same units
 in the same order as the step before, so that order is the plan of the next step, where all ranks have seen the same:
