@@ -10,8 +10,8 @@ import pytest
 
 from zero_strategy.aliases import FORMER, present_path
 from zero_strategy.compat.deepspeed.scripts.engine import COUNTERS_KEY
-from zero_strategy.integrations.checkpoint_dict import EXTRA_KEY
-from zero_strategy.integrations.uneven import STATE_KEY
+from zero_strategy.integrations.lightning.checkpoint_dict import EXTRA_KEY
+from zero_strategy.integrations.lightning.uneven import STATE_KEY
 
 
 @pytest.mark.parametrize("former", FORMER)

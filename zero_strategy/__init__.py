@@ -37,9 +37,13 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time each name i
     from zero_strategy.config import ZeroConfig, load_config, register_hydra
     from zero_strategy.engine import ZeroEngine
     from zero_strategy.integrations.accelerate import ZeroAccelerator
-    from zero_strategy.integrations.checkpoint_dict import LoadsFromDirectory, load_from_checkpoint, open_checkpoint
     from zero_strategy.integrations.engine_of import engine_of
     from zero_strategy.integrations.lightning import PipelineStrategy, ZeroStrategy
+    from zero_strategy.integrations.lightning.checkpoint_dict import (
+        LoadsFromDirectory,
+        load_from_checkpoint,
+        open_checkpoint,
+    )
     from zero_strategy.integrations.transformers import ZeroTrainer
     from zero_strategy.optim import FusedAdagrad, FusedAdam, FusedAdamW, FusedLamb, FusedLion, FusedSGD
     from zero_strategy.pipeline.engine import PipelineEngine
@@ -101,7 +105,7 @@ _MODULE_OF = {
     "FusedLamb": "zero_strategy.optim",
     "FusedLion": "zero_strategy.optim",
     "FusedSGD": "zero_strategy.optim",
-    "LoadsFromDirectory": "zero_strategy.integrations.checkpoint_dict",
+    "LoadsFromDirectory": "zero_strategy.integrations.lightning.checkpoint_dict",
     "PipelineEngine": "zero_strategy.pipeline.engine",
     "ZeroAccelerator": "zero_strategy.integrations.accelerate",
     "ZeroConfig": "zero_strategy.config",
@@ -112,8 +116,8 @@ _MODULE_OF = {
     "init_distributed": "zero_strategy.comm.process_group",
     "initialize": "zero_strategy.compat.deepspeed.scripts",
     "load_config": "zero_strategy.config",
-    "load_from_checkpoint": "zero_strategy.integrations.checkpoint_dict",
-    "open_checkpoint": "zero_strategy.integrations.checkpoint_dict",
+    "load_from_checkpoint": "zero_strategy.integrations.lightning.checkpoint_dict",
+    "open_checkpoint": "zero_strategy.integrations.lightning.checkpoint_dict",
     "register_hydra": "zero_strategy.config",
     "subscribe": "zero_strategy.publish.subscriber",
 }

@@ -81,7 +81,7 @@ def register(module: ModuleType) -> None:
 
 def _make_pipeline(namespace: str, *, start_method: str) -> Any:
     """Entry of the registry for `Trainer(strategy="pipeline")`."""
-    from zero_strategy.integrations.namespaces import pipeline_strategy_class
+    from zero_strategy.integrations.lightning.namespaces import pipeline_strategy_class
 
     return pipeline_strategy_class(namespace)(start_method=start_method)
 
@@ -90,7 +90,7 @@ def _make(namespace: str, owner: str, *, preset: str, registered: str, start_met
     """Entry of the registry for `Trainer(strategy=registered)`."""
     from zero_strategy.config import Layer, load_layers
     from zero_strategy.config import preset as settings_of
-    from zero_strategy.integrations.namespaces import strategy_class
+    from zero_strategy.integrations.lightning.namespaces import strategy_class
 
     config = load_layers([Layer(settings_of(preset), f'{owner}(strategy="{registered}")')])
     return strategy_class(namespace)(config, start_method=start_method)

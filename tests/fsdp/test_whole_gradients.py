@@ -13,7 +13,7 @@ from tests.engine.trainings import PlainTraining, Setting, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.accelerate_uneven import UnevenTraining
+from zero_strategy.integrations.accelerate.uneven import UnevenTraining
 
 COPIES = {"mesh": {"replicate": 2}}
 

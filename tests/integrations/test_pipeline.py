@@ -19,7 +19,7 @@ from tests.integrations.pipelines import CLOSE, VOCABULARY, WIDTH, Block, Module
 from tests.integrations.test_registration import cli
 from tests.integrations.trainers import PLAIN, error, join, trainer, weights
 from tests.launcher import Launcher
-from zero_strategy.integrations.namespaces import pipeline_strategy_class
+from zero_strategy.integrations.lightning.namespaces import pipeline_strategy_class
 from zero_strategy.pipeline.building import pipeline_layers
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.simulator import read_timeline

@@ -13,7 +13,7 @@ from torch import Tensor
 import zero_strategy
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.pretrained import from_pretrained, pipeline_layers, pipeline_loss
+from zero_strategy.integrations.huggingface.pretrained import from_pretrained, pipeline_layers, pipeline_loss
 from zero_strategy.pipeline.module import PipelineModule
 
 VOCABULARY, BATCH, LENGTH = 23, 3, 6

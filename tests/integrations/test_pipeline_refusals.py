@@ -16,7 +16,7 @@ import zero_strategy
 from tests.integrations.pipelines import LENGTH, Module, Plain, layers, loader, pipeline
 from tests.integrations.trainers import join, raises, trainer
 from tests.launcher import Launcher
-from zero_strategy.integrations.namespaces import strategy_class
+from zero_strategy.integrations.lightning.namespaces import strategy_class
 from zero_strategy.pipeline.building import LayerSpec
 from zero_strategy.pipeline.module import PipelineModule, join_parts, split_batch
 from zero_strategy.pipeline.transport import PipelineError

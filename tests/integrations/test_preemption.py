@@ -24,7 +24,7 @@ from tests.integrations.trainers import Module, loader, trainer, zero
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually
 from zero_strategy.config import load_config
-from zero_strategy.integrations.trainer_callbacks import watched_signals
+from zero_strategy.integrations.lightning.callbacks import watched_signals
 
 
 class Kicked(Dropping):

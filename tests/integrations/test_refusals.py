@@ -15,7 +15,7 @@ from tests.integrations.trainers import Module, error, loader, raises, train, tr
 from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
-from zero_strategy.integrations.strategy_setup import check_device
+from zero_strategy.integrations.lightning.setup import check_device
 
 
 class Optimizing(Module):

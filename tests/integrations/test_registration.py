@@ -16,7 +16,7 @@ import pytest
 
 import zero_strategy
 from zero_strategy.integrations import strategy_class
-from zero_strategy.integrations.namespaces import MODULES
+from zero_strategy.integrations.lightning.namespaces import MODULES
 from zero_strategy.registration import NAMES, START_METHODS
 
 ROOT = Path(__file__).parents[2]

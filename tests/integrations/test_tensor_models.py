@@ -29,7 +29,7 @@ from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
 from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.integrations.accelerate import ZeroAccelerator
-from zero_strategy.integrations.pretrained import pipeline_layers, pipeline_loss
+from zero_strategy.integrations.huggingface.pretrained import pipeline_layers, pipeline_loss
 from zero_strategy.integrations.transformers import ZeroTrainer, divide_layers, divide_sequences, from_pretrained
 
 ADAPTED: dict[str, Any] = {

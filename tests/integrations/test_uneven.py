@@ -24,7 +24,7 @@ from tests.integrations.test_fabric import zero as fabric_zero
 from tests.integrations.trainers import Module, Net, data, loader, raises, trainer, weights, zero
 from tests.launcher import Launcher
 from tests.reference import ORDERS, Order, _reduce, clip, unequal
-from zero_strategy.integrations.uneven import needs_more
+from zero_strategy.integrations.lightning.uneven import needs_more
 
 COUNTS = (5, 3)
 EPOCHS = 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.integrations.test_pipeline_models import batch, build
 from tests.launcher import Launcher
-from zero_strategy.integrations.pretrained import pipeline_layers, pipeline_loss
+from zero_strategy.integrations.huggingface.pretrained import pipeline_layers, pipeline_loss
 from zero_strategy.pipeline.lowering import lower
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import SCHEDULES, build_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 
-from zero_strategy.integrations.fabric_strategy import FabricStrategy
-from zero_strategy.integrations.precision import FabricPrecision, ScaledFabricPrecision
+from zero_strategy.integrations.lightning.fabric_strategy import FabricStrategy
+from zero_strategy.integrations.lightning.precision import FabricPrecision, ScaledFabricPrecision
 
 
 class ZeroPrecision(FabricPrecision, Precision):

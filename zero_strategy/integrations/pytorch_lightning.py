@@ -7,11 +7,11 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from zero_strategy.integrations.namespaces import OfTheTrainerInUse
-from zero_strategy.integrations.precision import TrainerPrecision
-from zero_strategy.integrations.trainer import TrainerStrategy
-from zero_strategy.integrations.trainer_callbacks import BatchEnd, NormLogging
-from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
+from zero_strategy.integrations.lightning.callbacks import BatchEnd, NormLogging
+from zero_strategy.integrations.lightning.namespaces import OfTheTrainerInUse
+from zero_strategy.integrations.lightning.pipeline import TrainerPipeline
+from zero_strategy.integrations.lightning.precision import TrainerPrecision
+from zero_strategy.integrations.lightning.trainer import TrainerStrategy
 
 
 class ZeroPrecision(TrainerPrecision, Precision):

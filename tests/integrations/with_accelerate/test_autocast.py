@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.integrations.with_accelerate.training import fresh_state
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
-from zero_strategy.integrations import precision
+from zero_strategy.integrations import casts
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 
 LAYERS, WIDTH = 8, 64
@@ -97,7 +97,7 @@ def test_recomputed_units_plan_the_casts_of_one() -> None:
 def told(stage: int, **settings: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        patch.setattr(precision, "CASTS_TOLD", 1)
+        patch.setattr(casts, "CASTS_TOLD", 1)
         config = load_config(stage=stage, units={"min_numel": 1}, **settings)
         with fresh_state():
             ZeroAccelerator(zero_config=config, mixed_precision="bf16").prepare(layers())

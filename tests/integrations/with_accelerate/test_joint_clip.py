@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.integrations.with_accelerate.training import fresh_state, make
 from tests.launcher import Launcher
-from zero_strategy.integrations.joint_clip import joined
+from zero_strategy.integrations.accelerate.joint_clip import joined
 from zero_strategy.optim.grad_norm import GradientNorm
 
 

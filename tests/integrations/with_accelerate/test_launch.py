@@ -15,7 +15,7 @@ from tests.integrations.with_accelerate.upstream import run_here
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.config import load_config
-from zero_strategy.integrations.accelerate_launch import (
+from zero_strategy.integrations.accelerate.launch import (
     asked_parallelism,
     check_processes,
     check_single_owner,

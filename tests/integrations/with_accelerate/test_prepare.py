@@ -18,7 +18,7 @@ from torch import nn
 from tests.integrations.with_accelerate.training import Job, Run, _reset, difference, fresh_state, make, train
 from tests.launcher import Launcher
 from zero_strategy.integrations.accelerate import ZeroAccelerator
-from zero_strategy.integrations.accelerate_models import compile_in_place
+from zero_strategy.integrations.accelerate.models import compile_in_place
 
 # ---- torch.compile ----
 

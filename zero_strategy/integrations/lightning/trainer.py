@@ -34,36 +34,32 @@ from zero_strategy.config import (
 )
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.integrations.namespaces import MODULES
-from zero_strategy.integrations.precision import TrainerPrecision, precision_of
-from zero_strategy.integrations.strategy_setup import (
-    OtherStrategy,
-    TensorMesh,
-    check_device,
-    check_world_size,
-    end_other_engines,
-    engine_for,
-    engine_of,
-    read_settings,
-    schedulers_left_alone,
-    shows_settings,
-    trainer_facts,
-    verify_settings,
-)
-from zero_strategy.integrations.takeover import hold
-from zero_strategy.integrations.trainer_averaging import average_on_shards, connect_averages
-from zero_strategy.integrations.trainer_callbacks import (
+from zero_strategy.integrations.lightning.averaging import average_on_shards, connect_averages
+from zero_strategy.integrations.lightning.callbacks import (
     FailureAgreement,
     SavesOnSignals,
     end_children_at_exit,
 )
-from zero_strategy.integrations.trainer_checkpoint import TrainerCheckpoints
-from zero_strategy.integrations.uneven import TrainingBatches
+from zero_strategy.integrations.lightning.checkpoint import TrainerCheckpoints
+from zero_strategy.integrations.lightning.module_engine import OtherStrategy, end_other_engines, engine_for, engine_of
+from zero_strategy.integrations.lightning.namespaces import MODULES
+from zero_strategy.integrations.lightning.precision import TrainerPrecision, precision_of
+from zero_strategy.integrations.lightning.setup import (
+    TensorMesh,
+    check_device,
+    check_world_size,
+    read_settings,
+    schedulers_left_alone,
+    shows_settings,
+    trainer_facts,
+)
+from zero_strategy.integrations.lightning.uneven import TrainingBatches
+from zero_strategy.integrations.takeover import hold
 
 if TYPE_CHECKING:
     from typing import Any as _Base
 
-    from zero_strategy.integrations.trainer_callbacks import BatchEnd
+    from zero_strategy.integrations.lightning.callbacks import BatchEnd
     from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
@@ -193,7 +189,9 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         Returns:
             What was compared, and the first tensor that differs.
         """
-        return verify_settings(self.config, factory, keywords)
+        from zero_strategy.verify import verify
+
+        return verify(factory, self.config, **keywords)
 
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.

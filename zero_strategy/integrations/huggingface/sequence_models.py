@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.dtensor import tensor_ranks
-from zero_strategy.integrations.sequence_batches import (
+from zero_strategy.integrations.huggingface.sequence_batches import (
     IGNORED,
     NOT_DIVIDED,
     AttentionFunction,
@@ -33,7 +33,7 @@ from zero_strategy.integrations.sequence_batches import (
     shifted_labels,
     token_dimension,
 )
-from zero_strategy.integrations.tensor_models import hugging_face_models
+from zero_strategy.integrations.huggingface.tensor_models import hugging_face_models
 from zero_strategy.sequence import SequenceGroup, Visible
 from zero_strategy.sequence.attention import heads_divide
 from zero_strategy.sequence.tiling import TiledForward, TiledHead, tile_modules

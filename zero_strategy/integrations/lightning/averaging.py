@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.checkpoint_dict import AVERAGING_STATE, take_part, untouched, whole
+from zero_strategy.integrations.lightning.checkpoint_dict import AVERAGING_STATE, take_part, untouched, whole
 from zero_strategy.optim.averaging import Blend, ExponentialBlend, WeightAverage, equal_blend
 
 _NAMESPACES = ("lightning.", "pytorch_lightning.")

@@ -12,25 +12,34 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zero_strategy.integrations.namespaces import OfTheTrainerInUse, strategy_class
-from zero_strategy.integrations.precision import TrainerPrecision
-from zero_strategy.integrations.trainer import TrainerStrategy
-from zero_strategy.integrations.trainer_callbacks import BatchEnd, NormLogging
-from zero_strategy.integrations.trainer_pipeline import TrainerPipeline
+from zero_strategy.integrations.lightning.callbacks import BatchEnd, NormLogging
+from zero_strategy.integrations.lightning.namespaces import OfTheTrainerInUse
+from zero_strategy.integrations.lightning.pipeline import TrainerPipeline
+from zero_strategy.integrations.lightning.precision import TrainerPrecision
+from zero_strategy.integrations.lightning.trainer import TrainerStrategy
 
-__all__ = ["ParameterNorms", "PipelineStrategy", "ZeroPrecision", "ZeroStrategy", "strategy_class"]
+_PUBLIC = "zero_strategy.integrations.lightning"
+"""Where users import these classes from: the path in their files, pickles and command lines."""
+
+__all__ = ["ParameterNorms", "PipelineStrategy", "ZeroPrecision", "ZeroStrategy"]
 
 
 class ZeroPrecision(TrainerPrecision, Precision):
     """Precision plugin of `ZeroStrategy`; made from `Trainer(precision=...)`."""
 
+    __module__ = _PUBLIC
+
 
 class SaveOnSignal(BatchEnd, Callback):
     """Added to the Trainer's callbacks during a fit."""
 
+    __module__ = _PUBLIC
+
 
 class ParameterNorms(NormLogging, Callback):
     """Trainer(callbacks=[ParameterNorms(every_n_steps=50)]): see `NormLogging`."""
+
+    __module__ = _PUBLIC
 
 
 class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
@@ -49,6 +58,8 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
         ```
     """
 
+    __module__ = _PUBLIC
+
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
     sigterm_exception = SIGTERMException
@@ -65,3 +76,5 @@ class PipelineStrategy(TrainerPipeline, ZeroStrategy):
         trainer = Trainer(devices=4, strategy=PipelineStrategy(stages=2, micro_batches=8))  # two copies of two stages
         ```
     """
+
+    __module__ = _PUBLIC

@@ -42,7 +42,8 @@ from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
 from zero_strategy.convert.lightning import with_grad_scaler
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.checkpoint_dict import (
+from zero_strategy.integrations.lightning.callbacks import restore_param_groups
+from zero_strategy.integrations.lightning.checkpoint_dict import (
     LIGHTNING_FILE,
     LoadsFromDirectory,
     StateOnDemand,
@@ -59,8 +60,7 @@ from zero_strategy.integrations.checkpoint_dict import (
     whole,
     write_file,
 )
-from zero_strategy.integrations.trainer_callbacks import restore_param_groups
-from zero_strategy.integrations.uneven import bare, bare_state
+from zero_strategy.integrations.lightning.uneven import bare, bare_state
 
 if TYPE_CHECKING:
     from typing import Any as _Base

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,8 @@ from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.accelerate_launch import (
+from zero_strategy.integrations.accelerate.joint_clip import clip_together
+from zero_strategy.integrations.accelerate.launch import (
     asked_parallelism,
     check_adoptable,
     check_format,
@@ -45,25 +47,17 @@ from zero_strategy.integrations.accelerate_launch import (
     with_parallelism,
     without_parallelism,
 )
-from zero_strategy.integrations.accelerate_models import (
-    AgreedGradScaler,
-    GroupedScheduler,
-    PreparedModels,
-    ZeroOptimizer,
-    compile_in_place,
-    facts_of_prepared,
-    loss_scale_rule,
-)
-from zero_strategy.integrations.accelerate_saving import load_prepared, save_prepared
-from zero_strategy.integrations.accelerate_uneven import Followers, batches_as_they_are, check_joinable
-from zero_strategy.integrations.joint_clip import clip_together
-from zero_strategy.integrations.pipeline_runs import check_dispatch, pipeline_engine, waiting_runners
-from zero_strategy.integrations.precision import tell_casts
-from zero_strategy.integrations.sequence_batches import CutLoader
-from zero_strategy.integrations.sequence_models import SequenceModel, divide_sequences
-from zero_strategy.integrations.strategy_setup import verify_settings
+from zero_strategy.integrations.accelerate.models import PreparedModels, compile_in_place, facts_of_prepared
+from zero_strategy.integrations.accelerate.optimizers import GroupedScheduler, ZeroOptimizer
+from zero_strategy.integrations.accelerate.pipelines import check_dispatch, pipeline_engine, waiting_runners
+from zero_strategy.integrations.accelerate.saving import load_prepared, save_prepared
+from zero_strategy.integrations.accelerate.scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
+from zero_strategy.integrations.casts import tell_casts
+from zero_strategy.integrations.huggingface.sequence_batches import CutLoader
+from zero_strategy.integrations.huggingface.sequence_models import SequenceModel, divide_sequences
+from zero_strategy.integrations.huggingface.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.integrations.takeover import hold, take_over
-from zero_strategy.integrations.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.sequence import SequenceGroup
@@ -582,7 +576,7 @@ class ZeroAccelerator(Accelerator):
         self._prepared.measure(NormSettings(every_n_steps, gradients, updates))
 
     def _before_step(self, prepared: ZeroOptimizer) -> None:
-        self._prepared.before_step(prepared, self.unscale_gradients)
+        self._prepared.before_step(prepared.optimizer, partial(self.unscale_gradients, prepared))
 
     def _after_step(self, prepared: ZeroOptimizer) -> None:
         """Log figures of a step to the trackers, if there are any."""
@@ -667,7 +661,9 @@ class ZeroAccelerator(Accelerator):
             keywords.setdefault("autocast", _AUTOCAST.get(self.mixed_precision))
         if self.num_processes == 1:
             keywords.setdefault("ranks", 1)
-        return verify_settings(self.zero_config, factory, keywords)
+        from zero_strategy.verify import verify
+
+        return verify(factory, self.zero_config, **keywords)
 
 
 def _without_cache(handler: AutocastKwargs | None) -> AutocastKwargs:

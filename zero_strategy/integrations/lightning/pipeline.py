@@ -23,15 +23,11 @@ from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.store import together
 from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, resolve
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.checkpoint_dict import untouched, whole
+from zero_strategy.integrations.lightning.checkpoint_dict import untouched, whole
+from zero_strategy.integrations.lightning.module_engine import engine_for, engine_of
+from zero_strategy.integrations.lightning.setup import schedulers_left_alone
+from zero_strategy.integrations.lightning.trainer import StrategySettings
 from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
-from zero_strategy.integrations.strategy_setup import (
-    engine_for,
-    engine_of,
-    schedulers_left_alone,
-    verify_settings,
-)
-from zero_strategy.integrations.trainer import StrategySettings
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
@@ -39,7 +35,7 @@ from zero_strategy.pipeline.schedules import Placement, build_table
 from zero_strategy.pipeline.topology import PipeModelDataParallelTopology
 
 if TYPE_CHECKING:
-    from zero_strategy.integrations.trainer import TrainerStrategy as _Base
+    from zero_strategy.integrations.lightning.trainer import TrainerStrategy as _Base
     from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
@@ -157,7 +153,9 @@ class TrainerPipeline(_Base):
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
         """See `ZeroStrategy.verify`; a factory of layers, or of a LightningModule: `verify.pipeline`."""
         ranks = dist.get_world_size() if dist.is_initialized() else keywords.get("ranks") or 2
-        return verify_settings(self._with_stages(ranks), factory, keywords)
+        from zero_strategy.verify import verify
+
+        return verify(factory, self._with_stages(ranks), **keywords)
 
     def _facts(self) -> dict[str, Fact]:
         facts = super()._facts()

@@ -34,7 +34,8 @@ from zero_strategy.config import (
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.model import parameters_on_meta
-from zero_strategy.integrations.checkpoint_dict import (
+from zero_strategy.integrations.huggingface.tensor_models import use_replaced
+from zero_strategy.integrations.lightning.checkpoint_dict import (
     FABRIC_FILE,
     StateOnDemand,
     StoredWeights,
@@ -49,20 +50,16 @@ from zero_strategy.integrations.checkpoint_dict import (
     whole,
     whole_optimizer_state,
 )
-from zero_strategy.integrations.precision import PLANS, FabricPrecision, ScaledFabricPrecision, precision_of
-from zero_strategy.integrations.strategy_setup import (
+from zero_strategy.integrations.lightning.module_engine import engine_for, engine_of, move_to
+from zero_strategy.integrations.lightning.precision import PLANS, FabricPrecision, ScaledFabricPrecision, precision_of
+from zero_strategy.integrations.lightning.setup import (
     TensorMesh,
     check_device,
     check_world_size,
-    engine_for,
-    engine_of,
-    move_to,
     read_settings,
     shows_settings,
-    verify_settings,
 )
 from zero_strategy.integrations.takeover import hold
-from zero_strategy.integrations.tensor_models import use_replaced
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -199,7 +196,9 @@ class FabricStrategy(TensorMesh, _Base):
         Returns:
             What was compared, and the first tensor that differs.
         """
-        return verify_settings(self.config, factory, keywords)
+        from zero_strategy.verify import verify
+
+        return verify(factory, self.config, **keywords)
 
     def __repr__(self) -> str:
         # Lightning shows this where it is handed a strategy of another namespace.

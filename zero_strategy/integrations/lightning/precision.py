@@ -14,7 +14,6 @@ The plugins of Fabric and of the Trainer scale the loss, clip, and step optimize
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,14 +25,14 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.strategy_setup import engine_of
+from zero_strategy.integrations.casts import tell_casts
+from zero_strategy.integrations.lightning.module_engine import engine_of
 
 if TYPE_CHECKING:
     from typing import Any as _Base
 else:
     _Base = object
 from zero_strategy.optim import LossScaler
-from zero_strategy.runtime.terminal import size
 from zero_strategy.runtime.torch_private import tree_map_only
 
 
@@ -63,62 +62,8 @@ PLANS = {
     "64-true": PrecisionPlan(default_dtype=torch.float64),
 }
 
-_MULTIPLIES = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-)
-"""Modules whose parameters autocast casts."""
-
 _CONVERTED = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 """Lightning's own plugins for the flags above, by class name: their settings are taken over."""
-
-
-CASTS_TOLD = 1 << 26
-"""Bytes of copies from which on they are worth a warning."""
-
-
-def cast_bytes(engine: ZeroEngine, dtype: torch.dtype) -> tuple[int, str]:
-    """Bytes of the copies that autocast to `dtype` makes of parameters in a forward, and the largest one's name.
-
-    Those of modules that multiply matrices; what is in `dtype` already is not copied.
-    """
-    copied: dict[nn.Parameter, str] = {}
-    for name, module in engine.model.module.named_modules():
-        if isinstance(module, _MULTIPLIES):
-            for key, parameter in module.named_parameters(name, recurse=False):
-                if parameter.is_floating_point() and parameter.dtype != dtype:
-                    copied.setdefault(parameter, key)
-    largest = max(copied, key=lambda parameter: parameter.numel(), default=None)
-    total = sum(parameter.numel() for parameter in copied) * dtype.itemsize
-    return total, "" if largest is None else copied[largest]
-
-
-def tell_casts(engine: ZeroEngine, dtype: torch.dtype, asked: str, instead: str) -> None:
-    """Warn of whole copies of sharded parameters, where these take much memory.
-
-    Args:
-        engine: Of the module.
-        dtype: Of autocast.
-        asked: The setting that asks for autocast.
-        instead: The setting that does without.
-    """
-    mesh = engine.mesh
-    if not engine.model.placement.shard_parameters or mesh.shard_size == 1 or mesh.world_group.rank != 0:
-        return
-    nbytes, largest = cast_bytes(engine, dtype)
-    if nbytes < CASTS_TOLD or engine.model.config.activation_checkpointing.mode == "full":
-        return
-    warnings.warn(
-        f"{asked} at stage 3: parameters are gathered in float32, and autograd keeps a {str(dtype).rpartition('.')[2]} "
-        f"copy of each matrix ({largest!r} and others, {size(nbytes)}) on every rank from forward to backward, "
-        f"which sharding does not divide. With {instead} parameters are gathered in 16 bits without such a copy, and "
-        "the optimizer works on float32 master weights; activation_checkpointing: full keeps copies of one unit at a "
-        "time",
-        stacklevel=2,
-    )
 
 
 class ShardedPrecision:
