@@ -6,8 +6,10 @@ connect     native ops built, settings compared with the other ranks', groups ma
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +29,9 @@ _OF_EACH_HOST = frozenset(
     }
 )  # fmt: skip
 """Settings that may differ between ranks: places and speeds of a host, and bounds of time."""
+
+_meshes: WeakSet[Mesh] = WeakSet()
+"""Groups of the engines of this process that were not forgotten yet."""
 
 
 def settle(
@@ -93,6 +98,11 @@ def connect(config: ResolvedConfig, part: ModelPart, compute_dtype: torch.dtype 
     # elsewhere for `barrier_seconds`.
     for kind in sorted({device.type} | ({"cpu"} if zero.offload.optimizer != "none" else set())):
         ops.ensure(kind)
+    # An engine whose Trainer and module nobody holds any more is in their reference cycles. It has sockets and threads,
+    # which Python's collector does not count: a search that makes a Trainer per trial would keep dozens of both. Ranks
+    # come to this place together, so that groups of NCCL end together, too.
+    if any(not mesh.closed for mesh in _meshes):
+        gc.collect()
     # Before groups are made, since ranks with other settings would make other groups, and wait for each other.
     check_same_values(f"{name}.settings", settings, timeout=zero.timeout_seconds)
     mesh = Mesh.build(
@@ -109,4 +119,5 @@ def connect(config: ResolvedConfig, part: ModelPart, compute_dtype: torch.dtype 
         rank_labels=part.rank_labels,
     )
     mesh.warm_up(device)
+    _meshes.add(mesh)
     return mesh

@@ -144,7 +144,7 @@ class WorldGroup:
         return self.control.size
 
 
-@dataclass
+@dataclass(eq=False)
 class Mesh:
     """Groups of the data-parallel mesh, from this rank's point of view.
 
