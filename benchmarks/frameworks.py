@@ -64,7 +64,7 @@ class Accelerated(Contender):
     def __init__(self, stage: int | None, workload: Workload) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        from tests.integrations.with_accelerate.training import as_launched
+        from tests.integrations.accelerate.training import as_launched
         from zero_strategy.integrations.accelerate import ZeroAccelerator
 
         as_launched()
@@ -112,7 +112,7 @@ class Trained:
         import lightning.pytorch as pl
         from lightning.pytorch.strategies import DDPStrategy
 
-        from tests.integrations.trainers import PLAIN, join
+        from tests.integrations.lightning.trainers import PLAIN, join
         from zero_strategy import ZeroStrategy
 
         join()

@@ -12,36 +12,38 @@ from tests.tiers import Choice
 ROOT = Path(__file__).resolve().parent.parent
 
 FEATURES = {
-    "quickstart/lightning.md": ["integrations/test_training.py", "integrations/test_fabric.py"],
+    "quickstart/lightning.md": ["integrations/lightning/test_training.py", "integrations/lightning/test_fabric.py"],
     "quickstart/accelerate.md": [
-        "integrations/with_accelerate/test_training.py", "integrations/with_accelerate/test_prepare.py",
+        "integrations/accelerate/test_training.py", "integrations/accelerate/test_prepare.py",
     ],
-    "quickstart/transformers.md": ["integrations/with_transformers/test_training.py"],
+    "quickstart/transformers.md": ["integrations/huggingface/test_training.py"],
     "quickstart/scripts.md": ["engine/test_exactness.py"],
     "guides/activation_checkpointing.md": ["activation/test_units.py", "activation/test_budget.py"],
     "guides/averages.md": [
-        "optim/test_averages.py", "integrations/test_averaging.py", "integrations/with_transformers/test_averages.py",
+        "optim/test_averages.py", "integrations/lightning/test_averaging.py",
+        "integrations/huggingface/test_averages.py",
     ],
     "guides/checkpoints.md": [
-        "integrations/test_checkpoints.py", "checkpoint/test_background_saves.py", "checkpoint/test_removals.py",
+        "integrations/lightning/test_checkpoints.py", "checkpoint/test_background_saves.py",
+        "checkpoint/test_removals.py",
         "checkpoint/test_remote.py",
     ],
     "guides/deepspeed_json.md": ["config/test_deepspeed_json.py"],
     "guides/deepspeed_scripts.md": [
         "compat/scripts/test_engine.py", "compat/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
-    "guides/export.md": ["integrations/with_transformers/test_pretrained.py"],
+    "guides/export.md": ["integrations/huggingface/test_pretrained.py"],
     "guides/hangs.md": ["watchdog/test_desync.py"],
     "guides/inference_servers.md": [
         "publish/test_weights.py", "publish/test_publish.py", "publish/test_recorder.py", "publish/test_served.py",
     ],
-    "guides/large_models.md": ["fsdp/test_init.py", "integrations/with_transformers/test_pretrained.py"],
+    "guides/large_models.md": ["fsdp/test_init.py", "integrations/huggingface/test_pretrained.py"],
     "guides/long_context.md": [
         "sequence/test_attention.py",
         "sequence/test_training.py",
-        "integrations/test_sequence.py",
+        "integrations/huggingface/test_sequence.py",
     ],
-    "guides/lora.md": ["integrations/with_transformers/test_adapters.py"],
+    "guides/lora.md": ["integrations/huggingface/test_adapters.py"],
     "guides/measuring.md": [
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "compat/megatron/test_straggler.py",
         "cli/test_doctor.py",
@@ -50,7 +52,7 @@ FEATURES = {
     "guides/migrating.md": ["compat/deepspeed/test_names.py"],
     "guides/multi_node.md": ["cluster/test_manifests.py", "fsdp/test_changed_values.py"],
     "guides/nans.md": ["diagnostics/test_nonfinite.py", "compat/megatron/test_replica_check.py"],
-    "guides/notebooks.md": ["integrations/test_registration.py"],
+    "guides/notebooks.md": ["integrations/lightning/test_registration.py"],
     "guides/offloading.md": ["offload/test_state_in_files.py"],
     "guides/ops.md": ["ops/test_functions.py", "compat/transformer/test_layer.py"],
     "guides/optimizers.md": [
@@ -64,15 +66,15 @@ FEATURES = {
         "fsdp/test_gathered_writes.py", "fsdp/test_gradients.py", "integrations/test_ends.py",
     ],
     "guides/pipelines.md": [
-        "integrations/test_pipeline.py", "pipeline/test_module.py", "pipeline/test_engine.py",
-        "integrations/with_accelerate/test_pipelines.py",
+        "integrations/lightning/test_pipeline.py", "pipeline/test_module.py", "pipeline/test_engine.py",
+        "integrations/accelerate/test_pipelines.py",
     ],
     "guides/precision.md": ["optim/test_nonfinite_steps.py"],
-    "guides/preemption.md": ["integrations/test_preemption.py", "integrations/test_resume.py"],
+    "guides/preemption.md": ["integrations/lightning/test_preemption.py", "integrations/lightning/test_resume.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
-    "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/test_tensor_models.py"],
-    "guides/uneven_batches.md": ["integrations/test_uneven.py"],
+    "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],
+    "guides/uneven_batches.md": ["integrations/lightning/test_uneven.py"],
     "guides/utilities.md": ["compat/megatron/test_on_ranks.py"],
     "guides/verify.md": ["verify/test_calls.py", "verify/test_rounding.py"],
     "reference/settings.md": ["config/test_schema.py"],

@@ -279,6 +279,7 @@ def run_suites(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
             continue
         log = (options.logs / f"{suite.option}-tests.log").resolve()
         entries, complete = foreign_tests.run(suite, tree.resolve(), 3, log, options.minutes)
+        foreign_tests.note_plain_failures(suite, entries, tree.resolve(), log.with_stem(f"{log.stem}-plain"))
         made[suite.title], failed = foreign_tests.section(suite, entries, 3, complete)
         unexplained += failed
     return made, unexplained

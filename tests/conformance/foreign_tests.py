@@ -54,6 +54,7 @@ class Suite:
         folder: Below the source tree, where pytest starts.
         paths: Below that folder.
         designs: Reasons for failures, the first that matches counts.
+        plain: The project's own class, by which failures without a reason are tried again.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Suite:
     folder: str
     paths: tuple[str, ...]
     designs: tuple[Design, ...]
+    plain: str
 
 
 HUB = Design(
@@ -87,6 +89,7 @@ TRANSFORMERS = Suite(
         Design("An optimizer or option is refused with its reason.", "stage 3|deepspeed"),
         Design("It counts forward hooks, and finds the engine's.", "hook", "neftune"),
     ),
+    "the plain Trainer",
 )  # fmt: skip
 LIGHTNING = Suite(
     "Lightning's own checkpoint, loop and callback tests",
@@ -117,16 +120,30 @@ LIGHTNING = Suite(
             "An optimizer whose step cannot be tried on a small matrix is refused by name.", "cannot run on sharded"
         ),
     ),
+    "`DDPStrategy`",
 )
 SUITES = (TRANSFORMERS, LIGHTNING)
 
 
+PLAIN = "plain"
+"""In place of a stage: the project's own class, `DDPStrategy` on one process for Lightning."""
+
+
 def run(
-    suite: Suite, tree: Path, stage: int, log: Path, minutes: float = float("inf")
+    suite: Suite, tree: Path, stage: int | str, log: Path, minutes: float = float("inf"), tests: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Run a suite in one process; the outcomes of its tests, and True if all came to run within so many minutes."""
+    """Run a suite in one process; the outcomes of its tests, and True if all came to run within so many minutes.
+
+    Args:
+        suite: The tests.
+        tree: The source tree.
+        stage: Of ours, or `PLAIN`.
+        log: What pytest prints; outcomes go beside it.
+        minutes: After which the run is ended.
+        tests: Those to run, by pytest's names; empty: all.
+    """
     folder = tree / suite.folder
-    paths = [path for path in suite.paths if (folder / path).exists()]
+    paths = list(tests) or [path for path in suite.paths if (folder / path).exists()]
     if not paths:
         raise FileNotFoundError(f"{folder} has none of {', '.join(suite.paths)}: is it a source tree of this project?")
     outcomes = log.with_suffix(".jsonl")
@@ -156,6 +173,25 @@ def run(
     return [json.loads(line) for line in lines], complete
 
 
+def note_plain_failures(suite: Suite, entries: Sequence[dict[str, Any]], tree: Path, log: Path) -> None:
+    """Run what fails without a reason under the project's own class, and note in `plain` what fails there, too."""
+    failed = [entry for entry in entries if is_unexplained(suite, entry)]
+    if not failed:
+        return
+    names = list(dict.fromkeys(entry["test"] for entry in failed))
+    outcomes, _ = run(suite, tree, PLAIN, log, tests=names)
+    bad = {entry["test"] for entry in outcomes if entry["outcome"] == "failed"}
+    for entry in failed:
+        entry[PLAIN] = entry["test"] in bad
+
+
+def is_unexplained(suite: Suite, entry: dict[str, Any]) -> bool:
+    """True of a failed test that no reason explains."""
+    if entry["outcome"] != "failed" or entry["when"] == "collect":
+        return False
+    return not any(design.explains(entry) for design in suite.designs)
+
+
 def section(
     suite: Suite, entries: Sequence[dict[str, Any]], stage: int, complete: bool = True
 ) -> tuple[str, list[str]]:
@@ -166,12 +202,15 @@ def section(
     ours = sum(entry["ours"] for entry in entries if entry["outcome"] == "passed")
     explained: dict[str, list[str]] = {}
     unexplained: list[tuple[str, str]] = []
+    plain: list[str] = []
     for entry in entries:
         if entry["outcome"] != "failed":
             continue
         name = entry["test"].rpartition("/")[2]
         reason = next((design.reason for design in suite.designs if design.explains(entry)), None)
-        if reason is None:
+        if reason is None and entry.get(PLAIN):
+            plain.append(name)
+        elif reason is None:
             unexplained.append((name, entry["words"].strip().splitlines()[0] if entry["words"].strip() else ""))
         else:
             explained.setdefault(reason, []).append(name)
@@ -180,7 +219,8 @@ def section(
             f"{len(entries)}",
             f"{counts['passed']} ({ours})",
             f"{counts['skipped']}",
-            f"{counts['failed'] - len(unexplained)}",
+            f"{counts['failed'] - len(unexplained) - len(plain)}",
+            f"{len(plain)}",
             f"{len(unexplained)}",
         ]
     ]
@@ -188,7 +228,7 @@ def section(
         f'Stage {stage}, one process, `make conformance ARGS="--{suite.option} SOURCE_TREE"`. In brackets:',
         "passed tests in which our class was made.",
         "",
-        *table(["results", "passed", "skipped", "fail by design", "fail else"], rows),
+        *table(["results", "passed", "skipped", "fail by design", "fail plainly, too", "fail else"], rows),
     ]
     if files:
         words = f"Files that cannot be imported here: {', '.join(f'`{name}`' for name in files)}."
@@ -202,6 +242,11 @@ def section(
             for reason, names in explained.items()
         ]
         lines += ["", *table(["fails by design, since", "tests", "such as"], why)]
+    if plain:
+        words = (
+            f"Fail under {suite.plain}, too: {', '.join(f'`{name}`' for name in sorted(map(test_name, set(plain))))}."
+        )
+        lines += ["", *textwrap.wrap(words, 100)]
     if unexplained:
         what = [[f"`{test_name(name)}`", f"`{words[:100]}`"] for name, words in unexplained]
         lines += ["", *table(["fails else", "with"], what)]

@@ -13,22 +13,28 @@ from typing import Any
 import lightning.pytorch
 import lightning.pytorch.trainer
 import lightning.pytorch.trainer.trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 from tests.conformance import outcomes
+from tests.conformance.foreign_tests import PLAIN
 from zero_strategy import ZeroStrategy
 
-Plain = lightning.pytorch.Trainer
+Original = lightning.pytorch.Trainer
 
 
-class Trainer(Plain):
+class Trainer(Original):
     """Lightning's Trainer under ZeRO: the one line that a user changes."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         alone = keywords.get("devices", "auto") in ("auto", 1, "1", -1)
         plain = keywords.get("accelerator", "auto") in ("auto", "cpu") and keywords.get("num_nodes", 1) == 1
         if not arguments and alone and plain and keywords.get("strategy", "auto") == "auto":
-            outcomes.used()
-            keywords["strategy"] = ZeroStrategy(stage=int(os.environ["ZERO_STAGE"]), timeout_seconds=60.0)
+            stage = os.environ["ZERO_STAGE"]
+            if stage == PLAIN:
+                keywords["strategy"] = DDPStrategy(process_group_backend="gloo")
+            else:
+                outcomes.used()
+                keywords["strategy"] = ZeroStrategy(stage=int(stage), timeout_seconds=60.0)
             keywords["devices"] = 1
             keywords.setdefault("accelerator", "cpu")
         super().__init__(*arguments, **keywords)

@@ -49,7 +49,8 @@ def test_foreign_tests_count_what_no_reason_explains() -> None:
         },
         {**entry, "test": "a/test_x.py::test_two", "words": "assert 1 == 2"},
         {**entry, "test": "a/test_x.py::test_three", "words": "", "outcome": "passed"},
+        {**entry, "test": "a/test_x.py::test_four", "words": "assert 0", "plain": True},
     ]
     text, failed = foreign_tests.section(foreign_tests.LIGHTNING, entries, 3)
     assert failed == ["test_x.py::test_two"]
-    assert "| 3 | 1 (1) | 0 | 1 | 1 |" in text and "`test_one`" in text
+    assert "| 4 | 1 (1) | 0 | 1 | 1 | 1 |" in text and "DDPStrategy`, too: `test_four`" in text and "`test_one`" in text

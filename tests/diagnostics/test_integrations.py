@@ -14,9 +14,9 @@ from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from tests.integrations.trainers import Module, join, loader, trainer, zero
-from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
-from tests.integrations.with_transformers.training import trainer_of
+from tests.integrations.accelerate.training import Job, Run, fresh_state, make
+from tests.integrations.huggingface.training import trainer_of
+from tests.integrations.lightning.trainers import Module, join, loader, trainer, zero
 from tests.launcher import Launcher
 from tests.verify.subjects import tiny
 from zero_strategy.diagnostics.recorder import install_diagnostics

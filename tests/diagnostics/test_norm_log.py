@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.diagnostics.test_integrations import Kept
-from tests.integrations.trainers import PLAIN, Module, loader, trainer, zero
-from tests.integrations.with_accelerate.training import fresh_state, make
+from tests.integrations.accelerate.training import fresh_state, make
+from tests.integrations.lightning.trainers import PLAIN, Module, loader, trainer, zero
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.diagnostics.norms import GRADIENT, UPDATE, NormLog, NormSettings

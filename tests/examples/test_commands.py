@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.integrations.trainers import join
+from tests.integrations.lightning.trainers import join
 from tests.launcher import Launcher
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cli_gpt.yaml"

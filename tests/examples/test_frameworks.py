@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.trainers import join
-from tests.integrations.with_accelerate.training import fresh_state
+from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.lightning.trainers import join
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from tests.integrations.trainers import join
+from tests.integrations.lightning.trainers import join
 from tests.launcher import Launcher
 
 CONFIGS = Path(__file__).parents[2] / "configs"

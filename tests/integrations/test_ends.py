@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from tests.integrations.trainers import Module, loader, trainer, weights, zero
-from tests.integrations.with_accelerate.training import Job, Run, fresh_state, make
+from tests.integrations.accelerate.training import Job, Run, fresh_state, make
+from tests.integrations.lightning.trainers import Module, loader, trainer, weights, zero
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually, groups
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_strategy.compat.deepspeed as deepspeed
-from tests.integrations.trainers import Module, loader, trainer, weights
-from tests.integrations.with_accelerate.training import fresh_state, make
+from tests.integrations.accelerate.training import fresh_state, make
+from tests.integrations.lightning.trainers import Module, loader, trainer, weights
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.integrations.lightning import ZeroStrategy

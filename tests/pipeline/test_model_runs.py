@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.test_pipeline_models import batch, build
+from tests.integrations.huggingface.test_pipeline_models import batch, build
 from tests.launcher import Launcher
 from zero_strategy.integrations.huggingface.pretrained import pipeline_layers, pipeline_loss
 from zero_strategy.pipeline.lowering import lower

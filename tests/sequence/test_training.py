@@ -183,7 +183,7 @@ def refusals() -> None:
 
     assert "mesh.sequence is 3" in message(sequence=3) and "accepted: a divisor" in message(sequence=3)
     assert "mesh.ulysses is 3" in message(sequence=2, ulysses=3)
-    from tests.integrations.trainers import Module, loader, trainer, zero
+    from tests.integrations.lightning.trainers import Module, loader, trainer, zero
 
     with pytest.raises(ValueError, match=r"mesh\.sequence is 2 .*no sequence was divided"):
         trainer(zero(2, mesh={"sequence": 2})).fit(Module(), loader())

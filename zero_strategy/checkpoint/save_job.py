@@ -237,6 +237,8 @@ def prune_remote(url: str, keep_last: int, keep_every: int) -> None:
 
 _THREADS = 2
 """Of a save that training waits for."""
+_RETURN_SECONDS = 1.0
+"""How long the thread of a save that is over may take to end: it has nothing left to do."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,7 @@ class PendingSave:
         self._raised = False
         self._afterwards: list[tuple[Callable[[], object], bool]] | None = None
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
         """True if it is over on this rank, well or not."""
@@ -412,6 +415,9 @@ class PendingSave:
         self.wait()
         if self._process == os.getpid():
             self._cleaned.wait()
+            # A moment, in which the thread returns: who counts threads after a run finds none of this save.
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(_RETURN_SECONDS)
 
     def run(self) -> None:
         """Carry it out while training waits; what it replaced is removed in the background.
@@ -444,7 +450,8 @@ class PendingSave:
         self._afterwards = []
         self._cleaned.clear()
         atexit.register(self.wait)  # the interpreter prints what it raises
-        threading.Thread(target=task, name="checkpoint", daemon=False).start()
+        self._thread = threading.Thread(target=task, name="checkpoint", daemon=False)
+        self._thread.start()
 
     def _write(self, job: SaveJob, bytes_per_second: float | None) -> None:
         try:
