@@ -103,7 +103,7 @@ def small_messages_of_many(least: int) -> list[Any]:
     """As where there are more ranks than `least`."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "_MOST_DIRECT", least)
+        patch.setattr(transport, "MOST_DIRECT", least)
         group = Communicator(dist.group.WORLD, CommunicationCounters())
         values = torch.tensor([rank, 2 * rank]), torch.tensor(0.5 * rank), torch.tensor([rank % 2 == 0]), torch.empty(0)
         return [[one.tolist() for one in group.all_gather_small(value)] for value in values]

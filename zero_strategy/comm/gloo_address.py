@@ -21,9 +21,33 @@ _OF_CONNECTING = ("connectFullMesh", "Unable to find address", "Unable to find i
 """Parts of gloo's messages about connections. Its errors are RuntimeErrors like any other."""
 
 
+_LATE = "TORCH_GLOO_LAZY_INIT"
+
+
 @contextmanager
-def connecting_by_gloo() -> Iterator[None]:
+def connecting_late(asked: bool) -> Iterator[None]:
+    """Inside, a group of gloo connects two ranks when the first message goes between them, if that is asked for.
+
+    Otherwise it connects each rank to each other one at once: N sockets for each group on every rank. Those that send
+    in log2(N) rounds need 2 log2(N). What the environment says already stays.
+    """
+    if not asked or _LATE in os.environ:
+        yield
+        return
+    # torch asks the environment each time that it makes a group, and has no argument for it.
+    os.environ[_LATE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LATE]
+
+
+@contextmanager
+def connecting_by_gloo(*, only: bool = False) -> Iterator[None]:
     """Make gloo's error about connections name the address that this rank took and the variable to set.
+
+    Args:
+        only: Nothing but connections can fail inside.
 
     Raises:
         RuntimeError: In place of gloo's own, which is its cause.
@@ -31,7 +55,7 @@ def connecting_by_gloo() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(part in str(error) for part in _OF_CONNECTING):
+        if not only and not any(part in str(error) for part in _OF_CONNECTING):
             raise
         raise RuntimeError(f"{_advice()} (gloo: {error})") from error
 

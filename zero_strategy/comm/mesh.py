@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.process_group import end_group, has_process_group, own_group
+from zero_strategy.comm.process_group import end_group, has_process_group, own_group, try_connections
 from zero_strategy.comm.store import StoreBarrier, gather_everywhere, own_store
 from zero_strategy.config import WatchdogConfig
 from zero_strategy.runtime.compute_device import bytes_beside_torch
@@ -316,7 +316,10 @@ class Mesh:
         What that takes on the device is measured: the growth of what is not torch's. Communicators that a group bound
         to its GPU has made already, and what other processes take on the same GPU meanwhile, make it wrong.
         """
-        # Control messages go by gloo, which connects a group when it is made.
+        # An address that other ranks cannot reach is named here, and not in the first step.
+        for control in dict.fromkeys((self.world_group.control, self.control, self.shard_control, self.tensor)):
+            if control.group is not None:
+                try_connections(control.group)
         groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)))
         if device.type != "cuda" or all(one.size == 1 for one in groups):
             return

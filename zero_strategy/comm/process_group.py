@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from zero_strategy.comm.gloo_address import connecting_by_gloo
+from zero_strategy.comm.gloo_address import connecting_by_gloo, connecting_late
 from zero_strategy.runtime.compute_device import bound_device, current_gpu, gpu_of_local_rank, occupy
 from zero_strategy.runtime.torch_private import HashStore, backend_of
 
@@ -285,6 +285,8 @@ def _backend(asked: str | None, *, loud: bool) -> str:
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
+MOST_DIRECT = 8
+"""Ranks of a group on the host in which each has a connection to each other one, and sends it small messages itself."""
 
 
 def own_group(
@@ -305,12 +307,25 @@ def own_group(
     """
     mine = None
     for ranks in lists:  # every rank takes part in making every group
+        few = len(ranks) > MOST_DIRECT
         # The first group of gloo where the default one is on GPUs.
-        with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext():
+        with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext(), connecting_late(few):
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+def try_connections(group: ProcessGroup) -> None:
+    """Connect the ranks of a group of gloo that `own_group` has not connected yet. All of them call it.
+
+    Raises:
+        RuntimeError: As `own_group` does.
+    """
+    if group_size(group) > MOST_DIRECT:
+        # The rounds of a barrier go between the same ranks as those of small messages.
+        with connecting_by_gloo(only=True):
+            dist.barrier(group)
 
 
 @contextmanager

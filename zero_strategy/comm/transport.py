@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_strategy.comm.process_group import MOST_DIRECT
 from zero_strategy.comm.shared_memory import (
     LEAST_BYTES,
     Scattered,
@@ -239,10 +240,6 @@ def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: t
     return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
 
 
-_MOST_DIRECT = 8
-"""Ranks among which small messages go straight from each to each."""
-
-
 def gather_by_doubling(
     value: Tensor, rank: int, size: int, swap: Callable[[Tensor, int, Tensor, int], None]
 ) -> list[Tensor]:
@@ -320,7 +317,7 @@ class HostCollectives(Collectives):
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`."""
         # Of nothing `exchange` sends no messages; every round of a doubling would send one.
-        if self.size > _MOST_DIRECT and value.numel():
+        if self.size > MOST_DIRECT and value.numel():
             return gather_by_doubling(value, self.rank, self.size, self._swap)
         self.exchange([value] * self.size, values := self._room_for_all(value))
         return values

@@ -1,0 +1,64 @@
+"""Forks as many ranks as are asked for, each of which makes the groups of an engine, and prints their sockets.
+
+python many_ranks.py RANKS FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.transport import HostCollectives
+
+
+def sockets() -> int:
+    """Open sockets of this process."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def rank(number: int, ranks: int, folder: Path) -> None:
+    """One rank: groups, a gather of objects, and small messages of a step."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks)
+    dist.barrier()
+    before = sockets()
+    mesh = Mesh.build(replicate=1, shard=ranks, timeout=120.0, barrier_seconds=120.0, name="many")
+    made = sockets() - before
+    mesh.warm_up(torch.device("cpu"))
+    assert mesh.control.all_gather_objects(number) == list(range(ranks))
+    for step in range(3):
+        flags = HostCollectives(mesh.control.group).all_gather_small(torch.tensor([number, step]))
+        assert [flag.tolist() for flag in flags] == [[other, step] for other in range(ranks)]
+    found = {"made": made, "used": sockets() - before}
+    dist.barrier()
+    (folder / f"{number}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def main() -> None:
+    """Fork and wait."""
+    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    children = []
+    for number in range(ranks):
+        if (child := os.fork()) == 0:
+            torch.set_num_threads(1)
+            rank(number, ranks, folder)
+            os._exit(0)
+        children.append(child)
+    assert not any(os.waitpid(child, 0)[1] for child in children)
+    found = [json.loads((folder / f"{number}.json").read_text()) for number in range(ranks)]
+    print(json.dumps({key: max(one[key] for one in found) for key in found[0]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Connections of a rank in groups of more ranks than tests run with: forks that only make groups and send little."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_strategy.comm.gloo_address import connecting_late
+
+SCRIPT = Path(__file__).with_name("many_ranks.py")
+
+
+@pytest.mark.parametrize("ranks", [8, 12])
+def test_sockets_of_a_rank_do_not_grow_with_the_ranks(ranks: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(ranks), str(tmp_path)],
+        capture_output=True, text=True, timeout=240, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    if ranks <= 8:
+        assert found["used"] == 3 * ranks, found  # three groups, each from each to each
+    else:
+        # Two neighbours in each round of the one that is used, and a listening socket of each group.
+        assert found["made"] <= 4 and found["used"] <= 4 + 2 * math.ceil(math.log2(ranks)), found
+
+
+def test_what_the_user_says_of_connections_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    with connecting_late(True):
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    with connecting_late(False):
+        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    with connecting_late(True):
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
