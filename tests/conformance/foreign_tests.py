@@ -117,6 +117,12 @@ LIGHTNING = Suite(
         ),
         Design("It assigns `world_size`, a property of every parallel strategy.", "'world_size' of"),
         Design(
+            "At stage 3 weights are released between steps; pruning reads and replaces them there.",
+            "is released",
+            "prun|lottery|sparsity|permanent",
+        ),
+        Design("A trainable parameter that no optimizer has is refused by name.", "are in no optimizer"),
+        Design(
             "An optimizer whose step cannot be tried on a small matrix is refused by name.", "cannot run on sharded"
         ),
     ),

@@ -64,6 +64,13 @@ def callback(kind: str) -> Any:
     return PartByPart()
 
 
+class HeadFirst(Transfer):
+    """Its optimizer takes the head alone; the callback leaves the backbone's batch norm trainable."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.02, momentum=0.9)
+
+
 def parameters(module: Module) -> dict[str, Tensor]:
     """The weights without running statistics, which are each rank's own."""
     return {name: value for name, value in weights(module).items() if name in dict(module.named_parameters())}
@@ -102,3 +109,17 @@ def test_a_run_goes_on_after_unfreezing(ranks: Launcher, tmp_path: Path, stage: 
     assert first.pop("sum") == second.pop("sum")
     for found in (first, second):
         assert set(found.values()) == {0, True}, found
+
+
+def head_first(stage: int | None) -> dict[str, Tensor]:
+    module = HeadFirst()
+    trainer("auto" if stage is None else zero(stage), max_epochs=3, callbacks=[callback("SGD")]).fit(module, loader())
+    return parameters(module)
+
+
+def test_a_batch_norm_that_comes_to_the_optimizer_later_trains_as_in_plain_torch(ranks: Launcher) -> None:
+    """On one rank: DDP reduces no gradients of parameters that were frozen when it was made."""
+    (expected,) = ranks(1)(head_first, None)
+    for stage in (1, 3):
+        (found,) = ranks(1)(head_first, stage)
+        assert error(found, expected) < 1e-7

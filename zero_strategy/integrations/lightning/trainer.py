@@ -177,6 +177,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
 
     def explain(self) -> str:
         """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
+        # Before a Trainer has taken the strategy there are no devices to count.
         return self._resolve().explain() if self.num_processes else self.config.explain()
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
@@ -223,6 +224,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.make_tensor_mesh()
         self.lightning_module._device_mesh = self._device_mesh  # what its `device_mesh` shows to `configure_model`
         trainer = self.lightning_module.trainer
+        # Before the callbacks' own `setup`, which copies the module.
         if trainer.state.fn == "fit":
             average_on_shards(trainer.callbacks)
 
@@ -242,12 +244,14 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
         compute_dtype = self.precision_plugin.plan.compute_dtype
+        # First, since a module becomes plain by it and is converted again.
         end_other_engines(module, self._resolve(), compute_dtype)
         if new := engine_of(module) is None:
             # Later calls would replace modules that are sharded.
             if fitting and self._layer_sync:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
+        # Loader and optimizer are not there yet; `on_train_start` checks what speaks of them.
         if fitting:
             check_owned(self.config, self._facts(), later=LATER_KEYS)
         self.engine = self._engine_for(module, compute_dtype)
@@ -255,6 +259,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
             self.engine.when_plain(module.register_forward_pre_hook(OtherStrategy()).remove)
         hold(self.engine, self)
         self._running = True
+        # An interrupted step has left gradients and reductions behind.
         if self._failed:
             self.engine.reset()
             self._failed = False
@@ -274,9 +279,15 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         self.engine.detach()  # those of an earlier fit
+        # Lightning's stand-in for an optimizer where `configure_optimizers` returns None.
         real = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
         self.engine.attach(*real)
         if real:
+            # A finetuning callback puts parameters into an optimizer later; those of batch norm are trainable till then.
+            kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+            held = {id(p) for optimizer in real for group in optimizer.param_groups for p in group["params"]}
+            left = {id(p) for p in self.engine.module.parameters()} - held if "BaseFinetuning" in kinds else ()
+            self.engine.untrained = frozenset(left)
             self.engine.check_optimizers()
 
     def model_to_device(self) -> None:
@@ -316,6 +327,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     def _evaluation_step(self, context: Any) -> Iterator[Any]:
         assert self.lightning_module is not None and self.engine is not None
         self._drained = False
+        # Outermost: ranks without a batch are told before anything is gathered.
         with self.engine.shared_step(), context, self.engine.forward_scope():
             yield self.lightning_module
         if self._ends_a_loader():
@@ -359,6 +371,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """A data loader that is about to be iterated over; one for training may have to go on longer."""
+        # First, as states are loaded into the loader itself.
         dataloader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
         compared = self.compares_batches and self.lightning_module.trainer.training and self.world_size > 1
@@ -471,6 +484,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._failed = True
         if self.engine is not None:
             self.engine.note_error(exception)
+        # Callbacks have been called by now, and ranks may have parted since they asked.
         self._failure.forget()
         end_children_at_exit(self.launcher)
 
@@ -486,7 +500,9 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
 
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
+        # First: what follows may raise, and others may take the module over all the same.
         self._running = False
+        # Before Lightning, which puts back what its own handlers have replaced.
         self._signals.forget()
         if not self._failed:
             self.precision_plugin.update_scale()
