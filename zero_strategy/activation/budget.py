@@ -120,6 +120,7 @@ def choose(profile: Profile, budget: int) -> frozenset[int] | None:
         states = _thinned([state for state in found if state.total <= budget], open_bits, budget)
     if not states:
         return None
+    # Tuples are ordered alike on all ranks, whichever choices cost the same.
     best = min(states)
     return frozenset(unit for unit in profile.units if best.bits >> unit & 1)
 
@@ -128,6 +129,7 @@ def _thinned(states: list[_State], open_bits: int, budget: int) -> list[_State]:
     """Without those that another one beats in bytes and cost, and that decides alike on units that come again."""
     groups: dict[int, list[_State]] = {}
     for state in sorted(states):
+        # Choices for units that come again stay apart, as they bind what follows.
         front = groups.setdefault(state.bits & open_bits, [])
         if not front or state.total < front[-1].total:
             front.append(state)
@@ -188,6 +190,7 @@ class StepProfile:
             add_storage(kept, tensor, known)
             return tensor.detach()  # else a result that is kept would hold itself, and what leads to it
 
+        # By default the states of all devices would be read and written.
         devices = sorted({tensor.device.index for tensor in inputs if tensor.device.type == "cuda"})
         eager = torch.compiler.set_stance("force_eager")  # nothing is compiled inside of a dispatch mode
         with torch.random.fork_rng(devices=devices), _casts_apart(), eager, _Operations() as operations:
@@ -253,6 +256,7 @@ def _casts_apart() -> Iterator[None]:
 class _Operations(TorchDispatchMode):
     """Counts the operations of products and attention by torch's formulas, and the elements that other ops write."""
 
+    # torch refuses `flex_attention` in a mode that does not say this.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -265,6 +269,7 @@ class _Operations(TorchDispatchMode):
         formula: Any = flop_registry.get(packet_of(func))
         if formula is not None:
             self.cost += int(formula(*args, **kwargs, out_val=result))
+        # torch's table lacks the fused attention of the CPU, among others.
         elif str(schema_of(func)).startswith("aten::_scaled_dot_product"):
             self.cost += int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
         elif not getattr(func, "is_view", False):

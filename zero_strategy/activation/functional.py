@@ -77,6 +77,7 @@ class Checkpointer:
             )
         whole = self.place.size == 1 and not self.settings.contiguous_checkpointing
         self.kept: KeptInputs | None = None
+        # A whole input on its device is what torch keeps by itself.
         if self.settings.stores and not (whole and not self.settings.checkpoint_in_cpu):
             self.kept = KeptInputs(self.settings, self.place.communicator(self.counters))
 
@@ -126,6 +127,7 @@ class Checkpointer:
     ) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
         watch = self._watch()
+        # Before the function, which may write to an input: a hook would then be on what comes of that.
         if watch is not None and torch.is_grad_enabled():
             _Gate(watch, leaves)
         run = _Run(function, tree, tracker, self._running, watch)
@@ -143,6 +145,7 @@ class Checkpointer:
         if self.kept is None or not torch.is_grad_enabled() or self._running.depth:
             return nullcontext()
         chosen = [leaf for leaf in leaves if self.kept.takes(leaf)]
+        # A record lies on one device.
         chosen = [leaf for leaf in chosen if leaf.device == chosen[0].device]
         if not chosen:
             return nullcontext()
@@ -177,6 +180,7 @@ class _Run:
     ) -> None:
         self._function, self._tree, self._running, self._watch = function, tree, running, watch
         self._tracker = tracker
+        # Before the forward, which moves them on.
         self._states = {} if tracker is None else tracker.snapshot()
         self._first = True
 
@@ -198,6 +202,7 @@ class _Run:
             if in_backward():  # not where somebody only looks at a saved tensor
                 # An input that gets no gradient, or is a leaf, does not tell the end.
                 when_backward_ends(self._watch.backward_ends)
+        # torch restores the generators alone, not the states that wait in the tracker.
         rewound = nullcontext() if self._tracker is None else self._tracker.rewound(self._states)
         with rewound, self._running.inside():
             return _call(self._function, self._tree, *leaves)
@@ -240,6 +245,7 @@ class _Packing:
         place = _place(tensor)
         for position, (other, number) in enumerate(self._waiting):
             if place == other:
+                # A tensor that is given twice has two places in the record.
                 del self._waiting[position]
                 return _Kept(self._record, number)
         return _Alias(tensor)
@@ -306,6 +312,7 @@ class ProcessState:
     def checkpointer(self) -> Checkpointer:
         """The one that `checkpoint` uses; without options before `configure`."""
         if self._checkpointer is None:
+            # Asked at each call, as the tracker may be made, or made anew, later.
             self._checkpointer = Checkpointer(tracker=lambda: self.tracker)
         return self._checkpointer
 
@@ -407,6 +414,7 @@ def initialize_rng_tracker(
         force_reset: Make a new one, without states, also if there is one.
     """
     kind = InferenceRNGStatesTracker if inference_rng_tracker else CudaRNGStatesTracker
+    # Made in any case: whether it is graph-safe depends on the device, too.
     made = kind(graph_safe=use_te_rng_tracker or use_cudagraphable_rng)
     old = PROCESS.tracker
     if old is None or force_reset:

@@ -86,6 +86,7 @@ class HostArena:
         if not fitting:
             memory = _host(nbytes, pinned)
             self._locks &= memory.pinned or not pinned  # where it failed the next ones need not try
+        # By the address, which is what the slice that comes back still tells.
         self._lent[memory.bytes.data_ptr()] = pinned, memory
         return memory.bytes[:nbytes]
 
@@ -123,6 +124,7 @@ class ContiguousMemory:
         Raises:
             ValueError: If there is none, or the record's layout is not that of the others.
         """
+        # No graph has a record, so a model with other inputs may begin.
         if self._buffer is None or (layout != self._layout and len(self._free) == self._number):
             self._make(nbytes, device, layout)
         if layout != self._layout:
@@ -209,6 +211,7 @@ class _Copies:
     """
 
     def __init__(self, streams: Streams) -> None:
+        # One stream for both ways keeps copies to and from memory in order when it is lent again.
         self.streams, self.stream = streams, streams.new()
         self.leaving, self.returning = HeldForCopies(streams), HeldForCopies(streams)
 
@@ -295,6 +298,7 @@ class KeptInputs:
         end = 0
         for tensor in tensors:
             numel = -(-tensor.numel() // self.parts)
+            # Kernels may give other bits for other strides.
             stride = tuple(torch.empty_like(tensor, device="meta").stride())
             pieces.append(_Piece(tuple(tensor.shape), stride, tensor.dtype, numel, end))
             end += -(-pieces[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -303,6 +307,7 @@ class KeptInputs:
         memory = self._memory.take(end, device, layout)
         previous = None if self._last is None else self._last()
         record = KeptRecord(self, memory, pieces, device, previous)
+        # At exit there is no later record to lend to.
         weakref.finalize(record, self._memory.free, memory).atexit = False
         if record.copies is not None:
             record.copies.leaving.begin_group(_LEAVING)
@@ -350,6 +355,7 @@ class KeptRecord:
         previous: KeptRecord | None,
     ) -> None:
         self._kept, self._memory, self._pieces, self._device = kept, memory, list(pieces), device
+        # A record lives as long as its own graph, and not as long as the next one's.
         self._previous = None if previous is None else weakref.ref(previous)
         self.copies = kept.copies(device)
         self._ahead: Tensor | None = None
@@ -365,6 +371,7 @@ class KeptRecord:
                 rank = self._kept.part
                 part = flat[rank * piece.numel : (rank + 1) * piece.numel]
                 place = self._bytes(self._memory, piece).view(piece.dtype)
+                # Parts at the end may be shorter than their place, or empty.
                 place[: part.numel()].copy_(part, non_blocking=copies is not None)
         if copies is not None:  # the tensors, for `flat` may be a copy that the stream itself made
             event = copies.stream.record_event()
@@ -380,8 +387,10 @@ class KeptRecord:
             self.copies.leaving.end_all()  # backward has begun
             self.copies.returning.use(self._returning, self._ahead)
         whole = self._kept.gather(self._bytes(self._ahead, piece), piece)
+        # torch asks for the inputs in order, so nobody needs the copy after the last.
         if number == len(self._pieces) - 1:
             self._ahead = None
+        # One record ahead, so that its copy runs beside this one's recomputation.
         before = None if self._previous is None else self._previous()
         if before is not None and before._ahead is None and self._kept.on_host:
             self._kept.prefetches += 1
@@ -392,6 +401,7 @@ class KeptRecord:
         """Begin to copy the record to the device, unless that has been done."""
         if self._ahead is not None:
             return
+        # Outside of the copies' stream: the computing stream takes the memory, and frees it.
         self._ahead = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         copies = self.copies
         with nullcontext() if copies is None else copies.begin():

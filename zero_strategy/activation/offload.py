@@ -106,6 +106,7 @@ class HostBlocks:
             return free.pop()[1]
         memory = HostMemory(nbytes, pinned=self._pinned)
         if self._pinned and not memory.pinned:
+            # A limit on locked memory would refuse the next ones, too.
             self._pinned = False
             warnings.warn(
                 f"offload.activations: copies wait for pageable memory: {memory.reason} (see `ulimit -l`)",
@@ -178,6 +179,7 @@ class _UnitMemory:
 
     def __init__(self, store: ActivationStore, stays: frozenset[int], before: _UnitMemory | None) -> None:
         self.store, self._stays = store, stays
+        # A graph does not keep the one before it alive.
         self._before = None if before is None else weakref.ref(before)
         self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
         self._fetched = False
@@ -190,6 +192,7 @@ class _UnitMemory:
         if not is_plain(tensor) or tensor.is_meta:
             return here
         storage = tensor.untyped_storage()
+        # A block on the host takes at least a page.
         if storage.nbytes() < PAGE or storage_key(storage) in self._stays:
             return here
         # What is changed in place afterwards is other memory.
@@ -204,6 +207,7 @@ class _UnitMemory:
         """Called by autograd when it needs one."""
         if isinstance(kept, Tensor):
             return kept
+        # First, as it is needed at once: copies back have one stream.
         kept.moved.fetch("on demand")
         self.fetch_ahead()
         before = None if self._before is None else self._before()
@@ -276,6 +280,7 @@ class _Copies:
 
     def __init__(self, streams: Streams | None) -> None:
         self._streams = streams
+        # One each way, as a device can copy both ways at the same time.
         self._out: Any = None if streams is None else streams.new()
         self._in: Any = None if streams is None else streams.new()
         self._leaving = None if streams is None else HeldForCopies(streams)
@@ -298,6 +303,7 @@ class _Copies:
         if self._streams is None or self._leaving is None:
             target.copy_(memory)
             return None
+        # What computes may still be writing this memory.
         self._out.wait_stream(self._streams.current())
         if block.last is not None:
             self._out.wait_event(block.last)  # an earlier copy out of it, on its way back

@@ -114,6 +114,7 @@ def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if a call takes numbers from a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
+    # Attention has the tag whether it drops or not, and draws only if it drops.
     for place, argument in enumerate(schema_of(op).arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
@@ -162,6 +163,7 @@ class KeptProducts:
         own = tree_map_only(Tensor, detached_with_version, result)
         memories: list[_Memory] = []
         for tensor in _tensors_in(own):
+            # A sparse tensor has no storage whose writers and holders could be watched.
             if tensor.layout != torch.strided:
                 return
             memories.append(_Memory(tensor, version_of(tensor)))
@@ -181,11 +183,13 @@ class KeptProducts:
     def settle(self) -> None:
         """The forward is over: keep only what nothing has changed or can change."""
         for key, calls in list(self._users.items()):
+            # A call may have been given up by another of its memories already.
             here = [memory for call in calls for memory in self._memories.get(call, ()) if memory.key == key]
             # The object for the storage that the count itself needs is one holder.
             if (here and storage_holders(here[0].tensor) > len(here) + 1) or any(map(_has_moved, here)):
                 for call in calls:
                     self._drop(call)
+        # They would hold a result beyond the recomputation that takes it.
         self._memories.clear()
         self._users.clear()
 
@@ -222,6 +226,7 @@ def _has_moved(memory: _Memory) -> bool:
 class _Keeping(TorchDispatchMode):
     """Runs the ops of a forward."""
 
+    # torch refuses `flex_attention` in a mode that does not say this.
     supports_higher_order_operators = True
 
     def __init__(self, products: KeptProducts) -> None:
@@ -236,6 +241,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, products, facts = kwargs or {}, self._products, _facts(func)
         result = func(*args, **kwargs)
+        # Before `keep`, or a product would give up its own result.
         if facts.writes is None:
             products.give_up((args, kwargs))
         for place, name in facts.writes or ():
@@ -245,6 +251,7 @@ class _Keeping(TorchDispatchMode):
         if facts.product and not is_called_by_compiled_code():
             if not _draws(func, args, kwargs):
                 products.keep(func, result)
+            # The recomputation finds results by these numbers, so calls of which nothing is kept count, too.
             products.calls[func] += 1
         return result
 
@@ -256,6 +263,7 @@ class _Keeping(TorchDispatchMode):
 class _Giving(TorchDispatchMode):
     """Runs the ops of a recomputation."""
 
+    # As for the forward: `flex_attention`.
     supports_higher_order_operators = True
 
     def __init__(self, products: KeptProducts) -> None:
@@ -284,6 +292,7 @@ class _Giving(TorchDispatchMode):
 def keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy, as torch's compiler asks for it."""
     kept = _facts(op).product and not _draws(op, args, kwargs)
+    # The compiler may keep more where that is cheaper, which MUST_RECOMPUTE would forbid.
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -189,6 +189,7 @@ class CudaRNGStatesTracker:
         try:
             yield
         finally:
+            # After an exception, too, or the numbers that were drawn would come a second time.
             self._states[name] = self._get()
             self._set(before)
 
@@ -298,10 +299,12 @@ def seed_model_parallel(tracker: CudaRNGStatesTracker, seed: int, place: ModelPa
     """
     _check_seed("model_parallel_cuda_manual_seed", seed)
     own = seed + _NEXT_GROUP * place.data_rank
+    # `torch.manual_seed` would seed the other devices' generators and the host's as well.
     if tracker.device.type == "cuda":
         torch.cuda.manual_seed(own)
     else:
         torch.default_generator.manual_seed(own)
+    # An earlier call may have taken the same seed, which `add` refuses.
     tracker.reset()
     tracker.add(DEFAULT_NAME, seed + _MODEL_PARALLEL + place.rank)
 

@@ -58,6 +58,7 @@ class ModelParallel:
         if mpu is None:
             return cls(data_rank=world_rank())
         size = int(_ask(mpu, "world_size"))
+        # Ranks of one group are neighbours in Megatron's order, by which a unit without the method is placed.
         place = mpu.get_data_parallel_rank() if hasattr(mpu, "get_data_parallel_rank") else world_rank() // size
         group = _ask(mpu, "group") if size > 1 else None
         return cls(int(_ask(mpu, "rank")), size, int(place), group)
@@ -114,9 +115,11 @@ class CheckpointSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            # A string such as "false" in a JSON would count as true.
             if field.name != "num_checkpoints" and not isinstance(value, bool):
                 raise TypeError(f"{field.name} must be True or False, not {value!r}")
         number = self.num_checkpoints
+        # A bool is an int in Python.
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise TypeError(f"num_checkpoints must be an integer or None, not {number!r}")
         if number is not None and number < 1:
@@ -273,6 +276,7 @@ class Stopwatch:
 
     def backward_ends(self) -> None:
         """After the gradients of the inputs are there; once for each beginning."""
+        # The gradients, the next checkpoint and the end of the pass all come here; the first of them counts.
         if self._shared.watch is not self:
             return
         self._shared.watch = None

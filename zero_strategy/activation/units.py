@@ -58,6 +58,7 @@ class Replay:
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self._given is not None:
+            # Held until backward, they would be kept beside what autograd saves of them.
             (args, kwargs), self._given = self._given, None
             return self._forward(*args, **kwargs)
         return self.again(tensors)
@@ -172,6 +173,7 @@ class BufferStates:
         present = [buffers_of(state.owner)[state.name] for state in changed]
         for state in changed:
             assert state.copy is not None
+            # A copy again, as a second backward through the graph begins with the same values.
             buffers_of(state.owner)[state.name] = state.copy.clone()
         try:
             yield
@@ -243,12 +245,14 @@ class UnitActivations:
         """
         if self.profile is None:
             return
+        # A rank without a forward has nothing to tell, and takes part all the same.
         found = [profile for profile in control.all_gather_objects(self.profile.result()) if profile is not None]
         if not found:
             return  # a step without a forward
         profile: Profile = max(found, key=lambda one: one.kept)
         limit = int(self._budget * profile.kept)
         chosen = choose(profile, limit)
+        # Nobody has asked for this number, so it is no reason to fail.
         if chosen is None and self._derived:
             limit = max(limit, profile.peak(profile.units))  # then the least that there is
             chosen = choose(profile, limit)
@@ -315,6 +319,7 @@ class UnitForward:
         return self._run(args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Operations are counted by a dispatch mode, which kernels of compiled code do not pass.
         if self._activations.profile is not None:
             return self._uncompiled(args, kwargs)
         if self._activations.store is not None:
@@ -345,9 +350,11 @@ class UnitForward:
         states = self._buffers.before()
         changed: list[BufferState] = []
         replay = Replay(self._forward, args, kwargs)
+        # Before `take_tensors`, after which nobody here has the inputs.
         measured = self._measure(replay, states)
         contexts = partial(self._around, changed)
         result = checkpoint(replay, *replay.take_tensors(), use_reentrant=False, context_fn=contexts)
+        # The contexts have this list already: only after the forward is it known what that changes.
         changed += self._buffers.after(states)
         measured(result)
         return result
@@ -358,6 +365,7 @@ class UnitForward:
         if profile is None:
             return lambda result: None
         copied = [state for state in states if state.copy is not None]
+        # The forward runs twice now, and running statistics are those of one.
         with self._buffers.restored(copied):
             inputs = replay.tensors
             return profile.measure(self._number, self.module, lambda: replay.again(inputs), inputs)
@@ -405,11 +413,13 @@ def without_caches(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "cannot be computed again; set activation_checkpointing.mode: none"
         )
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    # Only where it was given, for not every forward takes it.
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
     return tuple(None if _is_cache(value) else value for value in args), kwargs
 
 
 def _is_cache(value: Any) -> bool:
+    # By name: transformers need not be installed.
     kinds = type(value).__mro__
     return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in kinds)

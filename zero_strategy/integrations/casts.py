@@ -52,6 +52,7 @@ def tell_casts(engine: ZeroEngine, dtype: torch.dtype, asked: str, instead: str)
     if not engine.model.placement.shard_parameters or mesh.shard_size == 1 or mesh.world_group.rank != 0:
         return
     nbytes, largest = cast_bytes(engine, dtype)
+    # Under full recomputation copies of one unit at a time are there.
     if nbytes < CASTS_TOLD or engine.model.config.activation_checkpointing.mode == "full":
         return
     warnings.warn(

@@ -110,11 +110,14 @@ class IntegrationRunner:
                 raise ValueError("the last layer gives no loss, and the PipelineModule has no loss_fn")
             return found.to(self.engine.model.device)
         parts = split_batch(pair, self.engine.micro_batches)
+        # Before the schedule, which would compute with activations of other batches.
         self._compare(pair)
+        # A second loss in one step adds to the gradients of the first.
         self._put_back()
         with self._alone():
             loss = self.engine.forward_backward(parts, loss_weight=1 / self.accumulation)
         self._put_shadow()
+        # A copy, so that the engine's own loss stays without a gradient.
         self._leaves.append(loss.to(self.engine.model.device, copy=True).requires_grad_())
         return self._leaves[-1]
 
@@ -204,6 +207,7 @@ class IntegrationRunner:
         expected = scale / self.accumulation
         for leaf in self._leaves:
             factor = 0.0 if leaf.grad is None else float(leaf.grad) / expected
+            # A factor in 16 bits is rounded by some tenths of a percent.
             if not math.isclose(factor, 1.0, rel_tol=1e-2):
                 raise RuntimeError(
                     "training_step must return the loss of self.pipeline.loss(batch) as it is: its gradients are there "

@@ -43,6 +43,7 @@ def engines_over(module: nn.Module) -> list[ZeroEngine]:
 def hold(engine: ZeroEngine, holder: Holder) -> None:
     """Let an engine be `holder`'s, unless another one is working with it."""
     if not _busy(engine):
+        # The engine lives as long as its module, which a Trainer need not.
         engine.holder = ref(holder)
 
 
@@ -70,6 +71,7 @@ def take_over(module: nn.Module, by: str, *, own: Collection[ZeroEngine] = ()) -
                 f"this {name} is in use: {busy} is working with the engine of its {other}. Wait for its end, or use "
                 "that one here too; where both train it in turn, each begins after the other has ended"
             )
+        # A script that has closed its engine does not go on with it.
         if engine.holder is None and not engine.mesh.closed:
             raise ValueError(
                 f"this {name} is sharded by an engine of the script itself (ZeroEngine, initialize), which may go on "

@@ -214,11 +214,13 @@ class ZeroAccelerator(Accelerator):
             RuntimeError: If another one is working with it.
             ValueError: If it was prepared for training already, or a script's own engine shards it.
         """
+        # First, as an engine that ends is no longer among those of prepared models.
         self._end_outgrown(model)
         if id(model) in self._prepared.engines:
             listed = any(known is model for known in self._models)
             self._prepared.add_again(model, listed=listed, training=not evaluation_mode)
             if not listed:
+                # It only lists the model again, whose mark tells that it is prepared.
                 super().prepare_model(model, device_placement, evaluation_mode=True)
             return model
         take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
@@ -235,6 +237,7 @@ class ZeroAccelerator(Accelerator):
         if isinstance(model, PipelineModule):
             engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
         else:
+            # Before the engine, which shards what each rank has of divided layers.
             self._replaced.update(divide_if_asked(model, self.zero_config, self._tensor_mesh))
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
         hold(engine, self)
@@ -247,6 +250,7 @@ class ZeroAccelerator(Accelerator):
             tell_casts(engine, dtype, asked, f'mixed_precision="no" and model.to({dtype}) before `prepare`')
         engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
+        # After the engine, whose hooks run inside of a module's compiled call.
         if backend != DynamoBackend.NO:
             compile_in_place(model, plugin.to_kwargs(), regions=bool(plugin.use_regional_compilation))
         for optimizer in waiting:
@@ -258,6 +262,7 @@ class ZeroAccelerator(Accelerator):
         if isinstance(optimizer, ZeroOptimizer) and not optimizer.belongs_to(self._prepared):
             optimizer = optimizer.optimizer  # another accelerator's
         if isinstance(optimizer, ZeroOptimizer):
+            # It only lists the optimizer again, as after `free_memory`.
             known: ZeroOptimizer = super().prepare_optimizer(optimizer)
             if not self._prepared.is_attached(known.optimizer):  # its engine has ended, and the model has another
                 self._attach(known.optimizer)
@@ -302,6 +307,7 @@ class ZeroAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if not every or copies == self.num_processes or isinstance(prepared, GroupedScheduler):
             return prepared
+        # Accelerate has listed its own wrapper, by which saving and loading find schedules.
         self._schedulers[-1] = GroupedScheduler(prepared, copies)
         return self._schedulers[-1]
 
@@ -315,6 +321,7 @@ class ZeroAccelerator(Accelerator):
         if shares[0] == self.num_processes:
             return super().prepare_data_loader(data_loader, *arguments, **keywords)
         check_dispatch(self.dispatch_batches)
+        # None would let Accelerate read an iterable data set in one process.
         dispatch, self.dataloader_config.dispatch_batches = self.dispatch_batches, False
         self._share = shares
         try:
@@ -364,8 +371,10 @@ class ZeroAccelerator(Accelerator):
         if self._alike == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         objects = use_gather_object or _has_objects(input_data)
+        # Objects do not pass through `gather`, so ranks that had the same samples give none.
         if objects and self.process_index % self._alike:
             input_data = []
+        # Accelerate's calls `gather`, which is also a call of scripts, and then of all ranks.
         self._distinct = True
         try:
             return super().gather_for_metrics(input_data, objects)
@@ -429,6 +438,7 @@ class ZeroAccelerator(Accelerator):
 
     def save_model(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         """See Accelerate's, whose rank 0 writes: no other rank keeps the state dict."""
+        # Accelerate's calls `get_state_dict`, to which it passes nothing of ours.
         self._on_main = True
         try:
             return super().save_model(model, *arguments, **keywords)
@@ -620,6 +630,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
         """
+        # The checkpoint to load may be the one that is being written.
         for engine in self.engines.values():
             engine.saver.wait()
         load_prepared(self, [self.engine(model) for model in self._models], input_dir, load_kwargs, options)
@@ -639,6 +650,7 @@ class ZeroAccelerator(Accelerator):
         Where Accelerate ends the process group now, engines end before it. Elsewhere (one process, or one of a
         notebook's) models can be used as before.
         """
+        # Ranks agree on saves by process groups, which end below.
         self.wait_for_saves()
         self.wait_for_everyone()
         if self.num_processes > 1 and not self.state.fork_launched:

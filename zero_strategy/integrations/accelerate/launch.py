@@ -202,6 +202,7 @@ def with_parallelism(config: ZeroConfig, asked: ParallelismConfig | None, proces
                 f"mesh.{name} is {value} [{origin}], and the ParallelismConfig says {size}: two sources of one size; "
                 "drop one of them"
             )
+        # 1 asks for a ring there, and is not the default.
         if size > 1 or name == "ulysses":
             found[name] = size
     return load_config(config, mesh=found) if found else config

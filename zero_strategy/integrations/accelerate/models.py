@@ -56,11 +56,13 @@ class PreparedModels:
             The optimizers that waited for some model, for `attach`.
         """
         self._engines[id(model)], self._for_training[id(model)] = engine, training
+        # A method of the model's own stays.
         if not isinstance(model, PipelineModule) and not hasattr(model, "no_sync"):
             object.__setattr__(model, "no_sync", NoSync(engine))
             engine.when_plain(partial(_remove_no_sync, model))
         if self._measured is not None:
             self._norm_logs[id(engine)] = NormLog(engine, self._measured)
+        # `attach` takes back those of which the model is yet to come.
         waiting, self._unattached = self._unattached, []
         return waiting
 
@@ -298,6 +300,7 @@ class NoSync:
         Raises:
             RuntimeError: For Accelerate's `LocalSGD`, which averages parameters that differ between ranks.
         """
+        # LocalSGD calls it as any code does, and only the name of its module tells.
         if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
             raise RuntimeError(
                 "LocalSGD lets each rank's parameters go their own way between averages; ranks that share parameters "

@@ -35,6 +35,7 @@ class ZeroOptimizer(AcceleratedOptimizer):
         stepping: Callable[[ZeroOptimizer], None],
         stepped: Callable[[ZeroOptimizer], None],
     ) -> None:
+        # Accelerate would move the state to the device, and it lies where the shards are.
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._models, self._agreed, self._stepping, self._stepped = models, scaler, stepping, stepped
 
@@ -71,7 +72,9 @@ class ZeroOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
         else:
             self._agreed.step(self.optimizer, closure)
+        # Accelerate's schedules leave out a step that was skipped.
         self._is_overflow = self.engine.sharded(self.optimizer).skipped
+        # As in Accelerate's own wrapper, after every step of an optimizer.
         if self._agreed is not None:
             self._agreed.update()
 

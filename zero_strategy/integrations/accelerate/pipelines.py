@@ -74,6 +74,7 @@ def check_dispatch(dispatch_batches: bool | None) -> None:
 
 def resolve_for(config: ZeroConfig, model: PipelineModule, world_size: int) -> ResolvedConfig:
     """The settings for a pipeline, what its module decides filled in."""
+    # Another model may have other stages.
     asked = deepcopy(config)
     if asked.origin_of("pipeline.stages") == "default":
         asked.pipeline.record("stages", model.num_stages, "derived: the PipelineModule")

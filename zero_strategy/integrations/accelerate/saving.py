@@ -63,7 +63,9 @@ def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: s
     hooks: list[Callable[..., None]] = list(accelerator._save_model_state_pre_hook.values())
     places = _places(directory, len(engines))
     _check_replaceable(engines[0], directory, places, bool(hooks))
+    # A kill between two models leaves those of two saves, which loading tells by this.
     token = engines[0].mesh.world_group.control.all_gather_objects(uuid.uuid4().hex)[0]
+    # Before the saves, during which a loop may go on and move these states.
     shared, own = _capture(accelerator)
     saves = [
         engine.save(
@@ -79,6 +81,7 @@ def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: s
     for old in stale if accelerator.is_main_process else ():
         saves[-1].then(partial(_remove, old))  # not before there is another
     for hook in hooks:  # they may write into the directory, which was replaced as a whole
+        # As under FSDP and DeepSpeed, where Accelerate gives hooks no weights either.
         hook(accelerator._models, [], str(directory))
     return directory
 
@@ -103,6 +106,7 @@ def load_prepared(
         ValueError: If there is no checkpoint, or it does not fit what is prepared; names what differs.
     """
     directory = _saved_directory(accelerator, input_dir)
+    # A copy of the list, as hooks take out the models that they load.
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(list(accelerator._models), str(directory))
     saves: list[tuple[Any, Any]] = []
@@ -236,6 +240,7 @@ def _restore(accelerator: Any, reader: StateReader, load_kwargs: Mapping[str, An
         for path in reader.manifest.files:
             if path.startswith(own):
                 (Path(name) / path.removeprefix(own)).write_bytes(reader.extra(path))
+            # Files of other ranks lie a folder deeper.
             elif path.startswith(f"{_FOLDER}/") and path.count("/") == 1:
                 (Path(name) / path.removeprefix(f"{_FOLDER}/")).write_bytes(reader.extra(path))
         customs = sorted(Path(name).glob("custom_checkpoint_*.pkl"))
@@ -259,6 +264,7 @@ def _restore(accelerator: Any, reader: StateReader, load_kwargs: Mapping[str, An
 
 def _restore_plain(accelerator: Any, directory: Path, load_kwargs: Mapping[str, Any] | None) -> None:
     """Restore from a directory of Accelerate's own `save_state`, with its step and this rank's random state."""
+    # Accelerate writes none where no schedule was prepared.
     schedulers = accelerator._schedulers if (directory / "scheduler.bin").is_file() else []
     attributes = load_accelerator_state(
         directory,

@@ -92,6 +92,7 @@ class AgreedGradScaler(GradScaler):
         if not self._in_gradients:
             raise RuntimeError("no loss was scaled: call accelerator.backward(loss) in place of loss.backward()")
         self._unscaled_after[inner] = self._backwards
+        # Not by the rule's scale, which may have moved after another optimizer's step.
         with self._together("unscale_gradients", inner):
             self._finite[inner] = self._engine_of(inner).unscale_gradients(inner, scale=self._in_gradients)
 
@@ -147,6 +148,7 @@ class AgreedGradScaler(GradScaler):
 
     def take_position(self, position: tuple[Any, ...]) -> None:
         """Be where another rank is."""
+        # The others have run a backward since.
         if position[0] != self._backwards:
             self._drop_without_gradients()
         self._backwards, self._in_gradients, self._before, self._all_finite = position
@@ -243,6 +245,7 @@ def loss_scale_rule(config: ZeroConfig, handler: Any) -> LossScaler | None:
                 f"GradScalerKwargs({theirs}={value}) and loss_scale.{ours} = {there} [{origin}] differ; set one of them"
             )
         found[ours] = float(value) if theirs != "growth_interval" else value
+    # A small first scale that was asked for must not lie below our own default of the least one.
     initial = found.get("initial", config.loss_scale.initial)
     if initial < config.loss_scale.minimum and config.origin_of("loss_scale.minimum").startswith("default"):
         found["minimum"] = initial

@@ -61,6 +61,7 @@ class Followers:
     def optimizer(self, prepared: Any) -> tuple[int, list[dict[str, Any]], Any]:
         """Number, hyper-parameters and position of the loss scale of a prepared optimizer."""
         optimizers, scaler = self._accelerator._optimizers, self._accelerator.scaler
+        # The scaler tells torch's optimizer, other calls Accelerate's wrapper around it.
         number = next(number for number, other in enumerate(optimizers) if prepared in (other, other.optimizer))
         return number, _hyper_parameters(prepared), None if scaler is None else scaler.position()
 
@@ -200,6 +201,7 @@ class UnevenTraining:
         Raises:
             RuntimeError: On all ranks, if those with a batch do different things.
         """
+        # First of all hooks, since the engine's own gathers what must be announced before.
         hooks = [
             model.module.register_forward_pre_hook(_BeforeForward(self, number), prepend=True)
             for number, model in enumerate(self._models)
@@ -231,10 +233,12 @@ class UnevenTraining:
         if not self._some_idle or self._inside:
             yield
             return
+        # A script may have changed gradients since the last call.
         self._exchange(_Announced("gradients", (name,), [model.reducer.shown() for model in self._models]))
         for model in self._models:
             model.reducer.settle()  # announces by itself what `no_sync` kept back
         self._exchange(_Announced(name, (), arguments))
+        # Followers do the whole call, so nothing inside of it is announced by itself.
         self._inside += 1
         try:
             yield
@@ -296,6 +300,7 @@ class UnevenTraining:
         elif announced.what == "gradients":
             for model, shown in zip(self._models, announced.value, strict=True):
                 model.reducer.follow_shown(shown)
+        # A forward itself sends nothing; its gathers are announced.
         elif announced.what != "forward":
             self._models[announced.where[0]].reducer.follow(announced.what, announced.value)
 

@@ -85,6 +85,7 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *arguments: 
             "not by PreTrainedModel._load_pretrained_model: take a version that does, or load with its own "
             "from_pretrained"
         )
+    # The subclass has done its work, and copies and pickles are those of the real one.
     model.__class__ = kind
     _defer(model, os.fspath(path), places)
     return (model, info) if with_info else model
@@ -132,6 +133,7 @@ def _noting(kind: type[PreTrainedModel], places: _Places) -> Any:
         places.noted = True
         return _Noter(model, files, load_config).note(places), None
 
+    # transformers writes and looks up classes by their names.
     content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {**content, "_load_pretrained_model": staticmethod(load)})
 
@@ -155,9 +157,11 @@ class _Noter:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         converted: dict[str, list[tuple[str, str]]] = {}
+        # transformers' order, in which the parts of a converted weight are put together.
         for key in sorted(self.readers, key=dot_natural_key):
             prefix = self.model.base_model_prefix
             target, pattern = rename_source_key(key, renamings, converters, prefix, self.expected)
+            # As transformers does: such a key need not be renamed, but may lack the prefix.
             if target not in self.expected and key in self.expected:
                 target, pattern = rename_source_key(key, [], [], prefix, self.expected)
             if target not in self.expected:
@@ -170,6 +174,7 @@ class _Noter:
                 self._note_stored(target, key, places)
         for target, sources in converted.items():
             self._note_converted(target, by_pattern[sources[0][0]], sources, places)
+        # Saving reverses the conversions that are listed here.
         self.model._weight_conversions = [entry for entry in mapping if entry.was_used()]
         self._compare_tied(places)
         return self.info
@@ -199,6 +204,7 @@ class _Noter:
                 return torch.empty(self.readers[key].spec(key).shape, dtype=dtype, device="meta")
             return self.readers[key].full(key).to(dtype)
 
+        # A converter collects tensors, and a conversion may run again.
         mapping = copy.deepcopy(converter)
         for pattern, key in sources:
             mapping.add_tensor(target, key, pattern, functools.partial(load, key))
@@ -237,6 +243,7 @@ def _equal(one: Stored, other: Stored) -> bool:
     specs = [stored.reader.spec(stored.name) for stored in (one, other)]
     if (specs[0].dtype, specs[0].shape) != (specs[1].dtype, specs[1].shape):
         return False
+    # An embedding need not be in memory as a whole.
     block = one.reader.block
     for start in range(0, specs[0].numel, block):
         stop = min(start + block, specs[0].numel)
@@ -250,6 +257,7 @@ def _defer(model: Any, path: str, places: Mapping[str, Source]) -> None:
     entries, seen = [], set()
     for name, source in places.items():
         parameter = model.get_parameter(name)
+        # Tied names share a parameter.
         if parameter.is_meta and id(parameter) not in seen:
             seen.add(id(parameter))
             entries.append((parameter, source))

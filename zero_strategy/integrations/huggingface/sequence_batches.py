@@ -17,6 +17,7 @@ from zero_strategy.sequence import SequenceGroup, Visible, attention
 
 IGNORED = -100
 NOT_DIVIDED = "cannot be divided among ranks (mesh.sequence)"
+# No mask of zeros and ones begins with it.
 _MARK = 7_305_801  # the first number of a message
 
 
@@ -158,6 +159,7 @@ class AttentionFunction:
         if self._windowed and "sliding_window" not in keywords:
             raise ValueError(f"{name}: config.sliding_window, which its layers do not tell the attention function")
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        # It hides no token.
         if window is not None and window >= length:
             window = None
         out = attention(
@@ -184,6 +186,7 @@ class CutLoader:
         self._loader, self._group = loader, group
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask before the attributes are there.
         if name.startswith("__") or name in ("_loader", "_group"):
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -212,6 +215,7 @@ def cut_batch(batch: Any, group: SequenceGroup) -> dict[str, Any]:
         raise ValueError(
             "attention_mask: padding before tokens; pad at the end, or give position_ids of packed samples"
         )
+    # Packed samples bring positions that begin anew.
     found.setdefault("position_ids", torch.arange(length, device=tokens.device).expand(rows, -1))
     labels = found.pop("labels", None)
     if labels is not None:

@@ -62,6 +62,7 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
         return []
     found = hugging_face_models(engine.module)
     if found and engine.sequence.size > 1:
+        # All are looked at before the first is changed.
         for outer, model in found:
             check_divisible(outer, model)
         engine.sequence = _group_for([model for _, model in found], engine)
@@ -98,6 +99,7 @@ class SequenceModel:
         self.cut_already = self.loss_only = self._tiling = False
         self._signature = inspect.signature(outer.forward)
         self._tokenwise = type(model).__name__.endswith(_TOKENWISE)
+        # Registered for the whole process, so that each model needs a name of its own.
         self.name, self._before = f"zero_sequence_{id(self):x}", model.config._attn_implementation
         self.plain_loss = model.loss_function
         self._attend = AttentionFunction(self.group, model.config)
@@ -108,6 +110,7 @@ class SequenceModel:
             AttentionInterface.register(self.name, self._attend)
             model.set_attn_implementation(self.name)
         model.loss_function = _Loss(self)
+        # The second after an exception, too, so that no labels stay behind.
         self._hooks = [
             outer.register_forward_pre_hook(_Cut(self), with_kwargs=True, prepend=True),
             outer.register_forward_hook(_Finish(self), with_kwargs=True, always_call=True),
@@ -232,6 +235,7 @@ class SequenceModel:
             ValueError: If they differ: layers see other tokens otherwise than by attention, or positions are counted
                 in a way of their own.
         """
+        # First: the calls below come here again.
         self._probed = True
         model, outer = self._model(), self._outer()
         assert model is not None and outer is not None
@@ -243,6 +247,7 @@ class SequenceModel:
             for name, value in given.items()
             if isinstance(value, Tensor) and (dim := token_dimension(name, value, batch, length)) is not None
         }
+        # Without labels and gradients a call is computed whole.
         labels = part.pop("labels", part.pop("shift_labels", None))
         labels = torch.zeros(batch, few, dtype=torch.int64, device=tokens.device) if labels is None else labels
         training = [module for module in outer.modules() if module.training]
@@ -253,6 +258,7 @@ class SequenceModel:
             with torch.no_grad():
                 # With a cache transformers does not tell packed samples apart.
                 whole = _tokens_of(outer(**self._without_cache(dict(part)), return_dict=True))
+                # Last, as it leaves the model with the attention of the forward that follows.
                 divided = _tokens_of(outer(**part, labels=labels, return_dict=True))
         finally:
             self.loss_only, self.cut_already = before
@@ -261,6 +267,7 @@ class SequenceModel:
         padding = -few % self.group.parts
         wanted = cut_tokens(whole, 1, padding, 0, self.group)
         here = self.group.positions(few + padding) < few
+        # Nobody uses what is computed for padding, which may differ.
         if "attention_mask" in part:
             seen = cut_tokens(part["attention_mask"] != 0, 1, padding, 0, self.group)
             here = here & seen.all(dim=0).cpu()
@@ -269,6 +276,7 @@ class SequenceModel:
         # Under autocast logits may be wide, but not what they are computed from.
         wide = all(dtype in (torch.float32, torch.float64) for dtype in (wanted.dtype, self._attend.dtype))
         bound = (1e-3 if wide else 0.1) * largest
+        # A rank that raised alone would leave the others in their next exchange.
         gaps = self.group.ranks.all_gather_objects(float(gap) / max(bound, 1e-30), "comparison")
         if not all(each <= 1 for each in gaps):  # a NaN is not
             raise ValueError(
@@ -341,6 +349,7 @@ class SequenceModel:
         if self._labels is None:
             found: Tensor = self.plain_loss(logits, labels, *rest, **keywords)
             return found
+        # By this `finish` knows that the model has called its loss function.
         own_labels, self._labels = self._labels, None
         if self._tiling:
             assert self._head is not None
@@ -431,6 +440,7 @@ class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: SequenceGroup, weight: float) -> Tensor:
         ctx.weight = weight
+        # All ranks add the same numbers in one order, bit by bit.
         everyone = part.new_zeros(group.size)
         everyone[group.rank] = part.detach()
         group.ranks.all_gather(everyone, of="losses").wait()

@@ -42,12 +42,15 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for _, model in hugging_face_models(module):
+        # What refuses a model comes before anything of it is changed.
         styles = _styles(model, own_plan(model) if plan is None else plan, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
         _check_dropout(model, mesh)
+        # Weights that are yet to be read are known by the parameters that are replaced now.
         follow = make_replaceable(module)
         parallelize(model, styles, mesh)
         _copy_undivided(model, mesh)
+        # Each name has got a parameter of its own.
         model.tie_weights()
         after = dict(model.named_parameters(remove_duplicate=False))
         changed = {old: after[name] for name, old in before.items() if after[name] is not old}
@@ -83,6 +86,7 @@ def use_replaced(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parame
         if not any(parameter in replaced for parameter in group["params"]):
             continue
         stateful = [each for each in group["params"] if each in replaced and each in optimizer.state]
+        # All are looked at before any is changed, since each may be refused.
         for former, state in [(each, _first_state(optimizer, each, replaced[each])) for each in stateful]:
             del optimizer.state[former]
             optimizer.state[replaced[former]] = state
@@ -143,6 +147,7 @@ def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
 
     Adapters, say, are drawn from random states that nobody made alike.
     """
+    # There is no engine yet, whose groups could be used.
     ranks = Communicator(mesh.get_group(), CommunicationCounters())
     for tensor in [*model.parameters(), *model.buffers()]:
         if not is_dtensor(tensor) and not tensor.is_meta:

@@ -149,6 +149,7 @@ class ZeroTrainerMixin:
         if self.accelerator.zero_config.stage == 3 and isinstance(self.model, PreTrainedModel):
             # transformers' own mark for "forwards are collective": ranks then generate for equally many tokens.
             vars(self.model)["_is_fsdp_managed_module"] = True
+        # A trainer of TRL's has imported it; others need not.
         if "trl.distributed" in sys.modules:
             from zero_strategy.integrations.huggingface.trl import adopt
 
@@ -181,6 +182,7 @@ class ZeroTrainerMixin:
             asked,
         )
         _check_schedule(self.accelerator.zero_config)
+        # The Trainer has taken it from the Accelerator that is replaced.
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -236,6 +238,7 @@ class ZeroTrainerMixin:
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         """See the Trainer's, which divides losses by the micro-batches of a step."""
+        # The last step of an epoch may have fewer.
         parts = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
         self.accelerator.loss_weight = 1 / parts
         return super().training_step(*arguments, **keywords)  # type: ignore[misc]
@@ -289,6 +292,7 @@ class ZeroTrainerMixin:
         if not _internal_call and not lacking and self._export(engine, directory):
             return
         resumable = _internal_call and not self.args.save_only_model and bool(engine.optimizers)
+        # Ranks may see a shared directory differently, and must go one way.
         replaceable = all(engine.mesh.control.all_gather_objects(_replaceable(directory)))
         beside = adapter_files(engine) if is_adapted(self.model) else config_files(self.model)
         if not resumable and (lacking or not (isinstance(self.model, PreTrainedModel) and replaceable)):
@@ -296,9 +300,11 @@ class ZeroTrainerMixin:
             return
         if not replaceable:
             raise ValueError(f"{directory} holds {_foreign(directory)[:5]}, which a checkpoint there would replace")
+        # Not in the background: the Trainer writes its own files into the directory right afterwards.
         engine.save(directory, extra_files=beside, optimizers=resumable, update_latest=False)
         if self.args.should_save:
             self._save_own_files(directory)
+            # Now, before the Trainer removes the oldest by these times.
             if self.args.save_total_limit:
                 date_by_step(Path(directory).parent)
 
@@ -348,6 +354,7 @@ class ZeroTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Each rank reads its part, whoever saved it."""
         engine, callback = self.zero_engine, self._averaging()
+        # Before the optimizer's state is read, since an average lies beside it in a checkpoint.
         if engine is not None and callback is not None:
             callback.begin()
         if checkpoint is None or engine is None:
@@ -357,6 +364,7 @@ class ZeroTrainerMixin:
                 engine.load_weights(checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
+        # Weights first: they set master weights too, which optimizer states then set to more digits.
         reader = engine.load_weights(checkpoint)
         if reader.manifest.optimizers:
             engine.load_optimizers(reader)
@@ -370,6 +378,7 @@ class ZeroTrainerMixin:
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if engine is not None and best is not None and (Path(best) / MANIFEST_NAME).is_file():
             callback, reader = self._averaging(), open_any(best)
+            # The callback leaves an average in the model, so that of the best checkpoint is the one to load.
             averaged = callback is not None and callback.leave and has_averages(reader)
             engine.load_weights(averages_of(reader) if averaged else reader)
         else:

@@ -60,6 +60,7 @@ class ShardedAverage:
         if engine.average is not None and engine.average.shown:  # a validation of an earlier fit has failed
             engine.average.swap()
         where = None if self._device is None else torch.device(self._device)
+        # The callback alone decides when there is an update.
         self._average = engine.average_weights(
             every_n_steps=0, blend=self._blend(device if where is None else where), buffers=self._buffers, device=where
         )
@@ -76,6 +77,7 @@ class ShardedAverage:
         multi = multi or get_swa_multi_avg_fn()
 
         def blend(average: Tensor, weights: Tensor, updates: Tensor) -> Tensor:
+            # torch's function writes to what it is given, and a blend gives a new tensor.
             found = average.clone()
             multi([found], [weights], updates)
             return found
@@ -102,6 +104,7 @@ class ShardedAverage:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        # A copied Trainer's next fit makes its own.
         return None
 
     def __reduce__(self) -> Any:
@@ -113,6 +116,7 @@ def _exponential(avg_fn: Any) -> ExponentialBlend | None:
     decay = inspect.getclosurevars(avg_fn).nonlocals.get("decay") if inspect.isfunction(avg_fn) else None
     if not isinstance(decay, float) or not 0 <= decay < 1:
         return None
+    # A variable's name proves nothing, so results are compared.
     random, found = torch.Generator().manual_seed(0), ExponentialBlend(decay)
     arguments = (torch.randn(1000, generator=random), torch.randn(1000, generator=random), torch.tensor(3))
     return found if torch.equal(found(*arguments), avg_fn(*arguments)) else None
@@ -174,6 +178,7 @@ class AveragingOnShards(OnShards):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)  # type: ignore[misc]
         elif not untouched(weights):
             average = self._average_model.average
+            # Lightning has loaded `state_dict`, which has the averages here, into the model by now.
             if _CURRENT in checkpoint and AVERAGING_STATE in checkpoint:
                 pl_module.load_state_dict(whole(checkpoint[_CURRENT]))
                 average.set_values(whole(weights), int(checkpoint[AVERAGING_STATE]["n_averaged"]))
@@ -198,6 +203,7 @@ class StochasticOnShards(OnShards):
 
     def update_parameters(self, average_model: ShardedAverage, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
         """Blend in the weights of the engine's module."""
+        # Lightning counts, and saves its count.
         average_model.average.updates = int(n_averaged)
         average_model.update_parameters(model)
         n_averaged += 1
@@ -208,6 +214,7 @@ class StochasticOnShards(OnShards):
 
     def state_dict(self) -> dict[str, Any]:
         """Lightning's, with the averages where a whole file is saved; a directory gets them from the engine."""
+        # Lightning's would ask a whole copy of the module for its state.
         model, self._average_model = self._average_model, None
         try:
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
@@ -275,6 +282,7 @@ def connect_averages(callbacks: Iterable[Any], engine: ZeroEngine, device: torch
 
 
 def _averaging_base(cls: type[Any]) -> type[Any] | None:
+    # By name: the two namespaces' classes do not know one another.
     known = (c for c in cls.__mro__ if c.__name__ in _BASES and c.__module__.startswith(_NAMESPACES))
     return next(known, None)
 

@@ -62,6 +62,7 @@ def restore_param_groups(trainer: Any, module: Any) -> None:
             own = [parameter for parameter in child.parameters(recurse=False) if id(parameter) in added]
             for parameter in own:
                 parameter.requires_grad_(True)
+            # Lightning's freezing switches it off.
             if own and isinstance(child, AnyBatchNorm):
                 child.track_running_stats = True
 
@@ -111,6 +112,7 @@ class NormLogging(_Base):
                 f'{type(trainer.strategy).__name__}: take Trainer(strategy="zero3"), or '
                 "lightning.pytorch.utilities.grad_norm for gradients of plain torch"
             )
+        # The Trainer's is 0 where it logs nothing by itself.
         every = max(1, trainer.log_every_n_steps) if self._every is None else self._every
         self._log = NormLog(engine, replace(self._settings, every_n_steps=every))
 
@@ -187,6 +189,7 @@ class SavesOnSignals:
         if self._watch is not None or strategy.engine is None or trainer.state.fn != "fit" or not originals:
             return
         numbers = watched_signals(strategy.config, strategy.cluster_environment)
+        # Python lets the main thread alone set handlers.
         if numbers and threading.current_thread() is threading.main_thread():
             # Lightning's handlers are replaced, the ones before those are called.
             self._watch = SignalWatch(strategy.engine.steps, numbers, originals.get)
@@ -199,6 +202,7 @@ class SavesOnSignals:
         engine = self._strategy.engine
         if watch is not None and engine is not None:
             watch.restore()
+            # A signal that came too late for this fit must not end the next one.
             engine.steps.take_due(Due.SAVE | Due.END)
             trainer = self._strategy.lightning_module.trainer
             trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, BatchEnd)]
@@ -229,12 +233,14 @@ class SavesOnSignals:
             return
         path = os.path.join(trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
+        # A scheduler may kill the process soon after its notice.
         self._strategy.finish_saves()
         if trainer.is_global_zero:
             then = "ends" if due & Due.END else "goes on"
             logger = logging.getLogger(type(trainer).__module__.partition(".trainer")[0])
             logger.warning(f"Saved after a signal; training {then}. Resume by trainer.fit(..., ckpt_path={path!r})")
         if due & Due.END:
+            # User code asks `trainer.received_sigterm`, which Lightning's own handler would have set.
             trainer._signal_connector.received_sigterm = True
             raise self._strategy.sigterm_exception(EXIT_CODE)
 
@@ -251,6 +257,7 @@ AGREEMENT_SECONDS = 10.0
 
 _CHILD_SECONDS = 2.0
 
+# Meetings of two strategies must not share keys of the store.
 _numbers = itertools.count()
 
 
@@ -271,6 +278,7 @@ class FailureAgreement:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         if self._together is None:
+            # The constructor comes before there is a process group.
             if self._barrier is None:
                 rank, world = dist.get_rank(), dist.get_world_size()
                 self._barrier = StoreBarrier(rank, world, self._seconds, self._name)
@@ -302,4 +310,5 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
     for child in children:
         if child.poll() is None:
+            # Windows has no SIGKILL, and ends a process by SIGTERM at once.
             child.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)

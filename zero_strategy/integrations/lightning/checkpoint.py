@@ -104,6 +104,7 @@ class TrainerCheckpoints(_Base):
         """The full state dict, made when it is looked into; all ranks must then look."""
         module, engine = self.lightning_module, self.engine
         assert module is not None
+        # Before set-up it may be the engine of an earlier module.
         if engine is None or engine.module is not module:
             state: dict[str, Any] = module.state_dict()
             return state
@@ -134,6 +135,7 @@ class TrainerCheckpoints(_Base):
             return
         if self.engine is not None:  # names the ranks that do not come, where a broadcast would wait for them
             self.engine.mesh.barrier.wait_for_all("Trainer.save_checkpoint()")
+        # Names that ranks have made may differ, and they write into one directory.
         path = str(self.broadcast(os.fspath(filepath)))
         if self.saves_whole_files(checkpoint):
             if not self._asks_for_whole_files:
@@ -150,13 +152,16 @@ class TrainerCheckpoints(_Base):
         check_options(path, storage_options)
         assert self.engine is not None
         background = self._in_background(path)
+        # A save in the background gives the directory its name only at its end.
         named = background and self.is_global_zero and self._reserve_name(path)
         try:
             self._save(path, rest, states is not None, background)
         except BaseException:
+            # Also where a signal ends the run, by a SystemExit.
             if named:
                 _free_name(path)
             raise
+        # A name without a checkpoint would stay taken.
         if named:
             self.engine.saver.then(lambda: _free_name(path), failed=True)
 
@@ -185,6 +190,7 @@ class TrainerCheckpoints(_Base):
         if self.engine is None:
             write()
         else:
+            # An error of one rank is raised on all, or the others would wait for it later.
             together(self.engine.mesh.world_group.control, write)
 
     def _reserve_name(self, path: str) -> bool:
@@ -269,6 +275,7 @@ class TrainerCheckpoints(_Base):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The checkpoint dict; weights and optimizer states of a directory are read later, in parts."""
+        # The checkpoint to load may be the one that is being written.
         self.finish_saves()
         if weights_only is None:
             weights_only = self.load_weights_only
@@ -304,6 +311,7 @@ class TrainerCheckpoints(_Base):
         """
         states, engine = checkpoint["optimizer_states"], self.engine
         assert engine is not None
+        # First, as states that follow are those of these groups, too.
         restore_param_groups(self.lightning_module.trainer, self.lightning_module)
         if len(states) != len(self.optimizers):
             names = [type(optimizer).__name__ for optimizer in self.optimizers]
@@ -331,6 +339,7 @@ class TrainerCheckpoints(_Base):
         assert engine is not None
         engine.steps.load_counters(reader.manifest.counters)
         self._random_state = None
+        # A copy, for Lightning's list gives its entries away.
         self._loader_states = list(self.lightning_module.trainer.fit_loop._combined_loader_states_to_load)
         if engine.config.config.checkpoint.random_state and random_state.path_of(0) in reader.manifest.files:
             engine.load_random_state(reader)
@@ -360,6 +369,7 @@ class TrainerCheckpoints(_Base):
                 _begin_next_epoch(bare(dataloader), state)
         if content is not None and (inside or loop.restarted_on_epoch_end):
             random_state.restore(content)
+        # After the random state is back, from which the validation that was left out has drawn.
         if inside and all_batches and loop.epoch_loop.restarted_on_train_batch_end:
             _finish_batch(loop)
             _begin_as_any(loop)
@@ -415,6 +425,7 @@ def _finish_batch(loop: Any) -> None:
         if not batches.val_loop.skip:
             batches.val_loop.reset()  # makes the loaders' iterators
     batches.batch_progress.increment_completed()
+    # Lightning counts this step only after the hooks that save.
     if not batches._should_accumulate():
         batches._batches_that_stepped += 1
 

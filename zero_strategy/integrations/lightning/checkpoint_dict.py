@@ -165,6 +165,7 @@ def read_checkpoint(
     if reader.has_manifest and reader.manifest.optimizers:
         rest["optimizer_states"] = [
             StateOnDemand(lambda name=name: whole_optimizer_state(reader, name), nested=True, source=reader)  # type: ignore[misc]
+            # Names are numbers, of which 10 comes after 9.
             for name in sorted(reader.manifest.optimizers, key=int)
         ]
     return rest
@@ -188,11 +189,13 @@ def whole_optimizer_state(reader: StateReader, optimizer: str) -> dict[str, Any]
         groups.append({**stored, "params": [numbers[name] for name in stored["params"]]})
     state: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():
+        # JSON knows no dtypes, and optimizers keep some numbers as tensors.
         values: dict[str, Any] = {
             key: torch.tensor(value, dtype=getattr(torch, dtypes[key])) if key in dtypes else value
             for key, value in record.scalars.get(name, {}).items()
         }
         for kind, specs in states.items():
+            # torch's form of a state has no place for these two.
             if kind not in (MASTER, AVERAGE) and name in specs:
                 values[kind] = reader.full(name, (optimizer, kind))
         if values:
@@ -249,6 +252,7 @@ class StateOnDemand(MutableMapping[str, Any]):
             self._made = dict(self._make())
             self._original = dict(self._made)
             tensors = {key: value for key, value in self._made.items() if isinstance(value, Tensor)}
+            # Inference tensors have no version counter.
             self._versions = {key: version_of(value) for key, value in tensors.items() if not value.is_inference()}
         return self._made
 
@@ -287,6 +291,7 @@ class StateOnDemand(MutableMapping[str, Any]):
         return True  # asked for by `if state_dict:`, which should not gather a model
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        # A file loads also where this package is not installed.
         return dict, (self.whole(),)
 
 
@@ -341,6 +346,7 @@ def load_extra_state(module: nn.Module, state: Mapping[str, Any]) -> None:
         mine = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if _is_own(child):
             if mine:
+                # Tensors are the engine's, and missing here.
                 child.load_state_dict(mine, strict=False)
         elif _SUFFIX in mine:
             child.set_extra_state(mine[_SUFFIX])
@@ -393,6 +399,7 @@ def load_own(reader: StateReader, mesh: Mesh, weights_only: bool | None, what: s
         what: What is in the states, for the warning.
     """
     files = reader.manifest.files if reader.has_manifest else {}
+    # Paths in a manifest have slashes on every system.
     saved = [path for path in files if str(PurePosixPath(path).parent) == _DIRECTORY]
     if not saved:
         return None

@@ -264,6 +264,7 @@ class FabricStrategy(TensorMesh, _Base):
         Raises:
             ValueError: If its parameters are not those of one module that was set up.
         """
+        # First, for the engine knows divided parameters alone.
         use_replaced(optimizer, self._replaced)
         self._owner(optimizer).attach(optimizer)
         return optimizer
@@ -317,6 +318,7 @@ class FabricStrategy(TensorMesh, _Base):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by the norm over all ranks' shards; returns the norm before."""
+        # The norm is that of gradients without the loss scale.
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         return engine.clip_grad_norm_(max_norm, norm_type, optimizer, error_if_nonfinite)
@@ -366,6 +368,7 @@ class FabricStrategy(TensorMesh, _Base):
         """Save; all ranks call it."""
         if self.engines:  # names the ranks that do not come, where a broadcast would wait for them
             self.engines[0].mesh.barrier.wait_for_all("Fabric.save()")
+        # Names that ranks have made may differ, and they write into one directory.
         place = str(self.broadcast(os.fspath(path)))
         modules = {key: unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
@@ -427,6 +430,7 @@ class FabricStrategy(TensorMesh, _Base):
         if reader is not None and self.engines and any(map(_is_stateful_object, state.values())):
             own = load_own(reader, self.engines[0].mesh, weights_only, "such as data loaders") or {}
             checkpoint.update({key: own[key] for key in state if key in own})
+        # Before the loop, which takes these entries out of the checkpoint.
         resumed = [
             value for key, value in state.items() if isinstance(value, Optimizer) and _reads_shards(checkpoint.get(key))
         ]
@@ -438,6 +442,7 @@ class FabricStrategy(TensorMesh, _Base):
                     self._restore(value, loaded, strict)
                 else:
                     state[key] = loaded
+        # Weights alone are no training that goes on.
         if reader is not None and resumed:
             engine = self.engine_of_optimizer(resumed[0])
             engine.steps.load_counters(reader.manifest.counters)

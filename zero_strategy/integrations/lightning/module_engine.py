@@ -79,13 +79,16 @@ def engine_for(
     Raises:
         RuntimeError: If the module is sharded with other settings already, and in use; names them.
     """
+    # Fabric comes here at once; a Trainer's strategy has done it before it converts the module.
     end_other_engines(module, config, compute_dtype)
     if (engine := engine_of(module)) is not None:
         return engine
     if device is not None:
         move_to(module, device)
+    # Before the engine, which shards what each rank has of divided layers.
     if mesh is not None:
         made = divide_if_asked(module, config.config, lambda: mesh[TENSOR])
+        # An optimizer that was made before holds the former parameters.
         if replaced is not None:
             replaced.update(made)
     engine = make(module, config, compute_dtype=compute_dtype, device=device)

@@ -110,6 +110,7 @@ def _used_by_the_caller() -> str | None:
     """The Trainer's namespace that the nearest code outside of this package has something of; None if both, or none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # Names of the package are imported when they are asked for, by frames of importlib.
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("zero_strategy", "importlib"):
             known = [*frame.f_locals.values(), *frame.f_globals.values()]
             used = {name for value in known for name in _namespaces_of(value)}

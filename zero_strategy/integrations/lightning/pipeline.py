@@ -98,6 +98,7 @@ class TrainerPipeline(_Base):
             "timeline": timeline,
         }
         given = {name: value for name, value in own.items() if value is not None}
+        # The section is checked when it is made, and refuses chunks beside its default of one stage.
         if stages is None and chunks is not None and STAGES_VARIABLE in os.environ:
             given["stages"] = _stages_of_environment()
         if given:
@@ -131,6 +132,7 @@ class TrainerPipeline(_Base):
         return dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
 
     def _with_stages(self, world: int) -> ZeroConfig:
+        # What is derived here may be another number in the next run.
         config = deepcopy(self.config)
         there = getattr(self._lightning_module, ATTRIBUTE, None)
         if isinstance(there, PipelineModule) and config.mesh.tensor is None and there.mpu().slice_parallel_size > 1:
@@ -284,6 +286,7 @@ class TrainerPipeline(_Base):
         accumulation = module.trainer.accumulate_grad_batches
         runner.accumulation = accumulation
         runner.begin_step(first=module.trainer.fit_loop.epoch_loop.batch_idx % accumulation == 0)
+        # Layers enter the precision's context one by one, since their backwards run in none.
         with engine.forward_scope(), schedulers_left_alone(module):
             return module.training_step(*args, **kwargs)
 
@@ -378,6 +381,7 @@ class TrainerPipeline(_Base):
             for name, _ in state_dict_entries(engine.module, tied=True)
             if aliases.get(name, name) in by_first
         }
+        # Names of other stages are missing here.
         module.load_state_dict(own, strict=False)
         engine.publish_ties()
 
@@ -386,6 +390,7 @@ def _has_length(loader: Any) -> bool:
     """True if a loader knows how many batches it gives."""
     try:
         len(loader)
+    # Lightning takes either for a loader without a length.
     except (TypeError, NotImplementedError):
         return False
     return True

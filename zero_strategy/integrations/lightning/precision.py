@@ -94,6 +94,7 @@ class ShardedPrecision:
 
     def adopt(self, engine: ZeroEngine, loss_scale: LossScaleConfig) -> None:
         """Share one loss scaler with an engine."""
+        # A later run goes on with the scale that an earlier one has found.
         if self.plan.scales_loss and self.scaler is None:
             self.scaler = LossScaler(loss_scale)
         engine.use_loss_scaler(self.scaler)
@@ -167,6 +168,7 @@ def precision_of(plugin: Any, owner: str) -> str:
         ValueError: If it carries a gradient scaler with settings of its own.
     """
     cls = type(plugin)
+    # By name: classes of the four namespaces do not know one another.
     own = cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
     if not own or cls.__name__ not in _CONVERTED:
         raise TypeError(
@@ -177,6 +179,7 @@ def precision_of(plugin: Any, owner: str) -> str:
     if scaler is not None and scaler.is_enabled():  # torch disables one for CUDA where there is none
         rates = scaler.get_growth_factor(), scaler.get_backoff_factor()
         given = (scaler.get_scale(), *rates, scaler.get_growth_interval())
+        # torch's defaults, which the flag alone gives.
         if given != (65536.0, 2.0, 0.5, 2000):
             raise ValueError(
                 f"{cls.__qualname__} has a gradient scaler with settings of its own (initial scale, growth, backoff, "
@@ -242,7 +245,9 @@ class ScaledFabricPrecision(FabricPrecision):
             )
         self.unscale_gradients(optimizer)
         finite = self._unscaled.pop(id(optimizer))
+        # Optimizers share the scale, so one that overflows lowers it.
         self._finite = finite and self._finite is not False
+        # The engine leaves the step out, on all ranks, if gradients are not finite.
         return optimizer.step(**kwargs)
 
 
@@ -277,7 +282,9 @@ class TrainerPrecision(ShardedPrecision, _Base):
         """Scale the loss, then call the user's hooks; then weigh it."""
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
+        # As without sharding, hooks see the scaled loss of the rank's own batch.
         hooked: Tensor = super().pre_backward(tensor, module)
+        # A backward in another loop has no weight of a training batch.
         return hooked * self.loss_weight if self.loss_weight != 1.0 and module.trainer.training else hooked
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
@@ -291,6 +298,7 @@ class TrainerPrecision(ShardedPrecision, _Base):
             assert self.engine is not None
             finite = self.engine.unscale_gradients(optimizer)
             self._finite = finite and self._finite is not False
+        # Hooks and clipping want gradients without the scale.
         self._after_closure(model, optimizer)
         return result if skipped else optimizer.step(**kwargs)
 
@@ -315,6 +323,7 @@ class TrainerPrecision(ShardedPrecision, _Base):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, if there is one."""
+        # A checkpoint has the scale that the next batch uses.
         self.update_scale()
         return super().state_dict()
 

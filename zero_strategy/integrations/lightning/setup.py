@@ -120,6 +120,7 @@ def trainer_facts(trainer: Any, world_size: int, alike: int = 1) -> dict[str, Fa
         "max_steps": _flag("max_steps", trainer.max_steps),
         "max_epochs": _flag("max_epochs", trainer.max_epochs),
     }
+    # The origin would name flags that do not give this number.
     if devices * nodes != world_size:
         facts.pop("world_size")
     micro_batch = _micro_batch(trainer)
@@ -206,6 +207,7 @@ class TensorMesh(_Base):
         if self._device_mesh is not None:
             mesh = self._device_mesh[DATA]
             found = {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        # Ranks that divide a sequence are neighbours.
         sequence = self.config.mesh.sequence
         return {"num_replicas": found["num_replicas"] // sequence, "rank": found["rank"] // sequence}
 

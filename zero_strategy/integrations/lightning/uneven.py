@@ -57,6 +57,7 @@ class JoinedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
+        # A pass that was interrupted leaves weights of batches that nobody used.
         self._weights.clear()
         if resumed is None:
             self._own = OwnBatches(self._loader)
@@ -106,6 +107,7 @@ class StatefulJoinedLoader(JoinedLoader):
         """Go on where a state was taken; one of the loader alone will do."""
         given, ended = state.get(STATE_KEY, (0, False))
         inner = bare_state(state)
+        # A state from right after the last batch does not know yet that there is no more.
         ended = ended or given >= _known_length(self._loader)
         self._resumed = _Resumed(self._loader, inner, given, ended)
         if not ended:
@@ -155,6 +157,7 @@ class _Resumed:
 
     def take_spare(self) -> None:
         """Leave the loader so that its next pass is the one after that of the state."""
+        # Making an iterator draws, and the run goes on as if nothing had been taken.
         drawn = random_state.capture()
         loader = self._loader
         loader.load_state_dict(self._state)
@@ -217,6 +220,7 @@ class TrainingBatches:
         if strategy.engine is not None:
             control = strategy.engine.mesh.world_group.control
             return [each.tolist() for each in control.all_gather_small(torch.tensor(values))]
+        # A loader may be asked for before set-up, when there is no control group.
         told = strategy.all_gather(torch.tensor(values, device=strategy.root_device))
         found: list[list[int]] = told.view(-1, len(values)).tolist()
         return found
@@ -244,6 +248,7 @@ class TrainingBatches:
         trainer = loop.trainer
         mine = [_number(loop.max_batches), _number(trainer.val_check_batch)]
         everyone = self._everyone(mine)
+        # Without a length there is nothing to compare.
         if any(batches < 0 for batches, _ in everyone) or all(one == everyone[0] for one in everyone):
             return
         batches, checks = [count for count, _ in everyone], {check for _, check in everyone}
@@ -288,6 +293,7 @@ def may_end_before(trainer: Any, shortest: int) -> str:
         return f"{type(module).__name__}.on_train_batch_start, which may return -1,"
     inside = trainer.val_check_batch is None or trainer.val_check_batch < shortest
     for callback in trainer.callbacks:
+        # By name, for classes of either namespace.
         names = {cls.__name__ for cls in type(callback).__mro__}
         stops = trainer.enable_validation and inside and not getattr(callback, "_check_on_train_epoch_end", False)
         if "Timer" in names or ("EarlyStopping" in names and stops):
