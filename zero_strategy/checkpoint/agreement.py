@@ -106,8 +106,10 @@ def catalog_of(engine: TrainState) -> Catalog:
         ValueError: If parts hold different tensors under one name.
     """
     if not engine.is_part:
+        # An engine with the whole model sorts as well: its files are then those of a model that is divided.
         return _merged([_own(engine)], sort=engine.order is not None)
     control = engine.mesh.world_group.control
+    # A dtype that cannot be stored is an error of all ranks; one that raised alone would leave them in the gather.
     return _merged(control.all_gather_objects(together(control, lambda: _own(engine))), sort=True)
 
 
@@ -152,6 +154,7 @@ def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Seq
     settings = [
         [{key: value for key, value in group.items() if key != "params"} for group in part] for part in everyone
     ]
+    # The manifest has one list of groups for the whole model.
     for rank, theirs in enumerate(settings):
         if theirs != settings[0]:
             raise ValueError(
@@ -163,6 +166,7 @@ def union_of_groups(engine: TrainState, groups: list[dict[str, Any]], order: Seq
     return [{**group, "params": sorted(names, key=lambda name: places[name])} for group, names in zip(groups, members)]
 
 
+# Bits of one number, so that the short exchange stays three numbers a rank.
 _AS_BEFORE, _BUSY, _KNOWS_PLACE = 1, 2, 4
 
 
@@ -222,10 +226,13 @@ class Agreement:
         try:
             own = [own_table(self._engine, *each) for each in zip(saved, states, strict=True)]
             digests = own_digests(self._engine, frozen) if frozen else {}
+        # Raised after the exchange: a rank that left before it would leave the others waiting there.
         except Exception as caught:
             error = caught
+        # Digests of frozen weights add up over the ranks, and travel with the tables every time.
         as_before = error is None and not frozen and self._is_as_before(own)
         flags = _AS_BEFORE * as_before | _BUSY * busy | _KNOWS_PLACE * place.known
+        # Random bits for the token, of which rank 0's count: 48 make 12 digits and fit into an int64.
         row = torch.tensor([flags, uuid.uuid4().int >> 80, _digest_of(own) if as_before else 0])
         rows = [row.tolist() for row in self._engine.mesh.world_group.control.all_gather_small(row)]
         if all(flags & _AS_BEFORE for flags, _, _ in rows) and len({digest for _, _, digest in rows}) == 1:
@@ -233,6 +240,7 @@ class Agreement:
         else:
             tables, referenced = self._gather(own, digests, error, frozen)
         writing = [rank for rank, (flags, _, _) in enumerate(rows) if flags & _BUSY]
+        # By the flags of all ranks: so all refuse the save, or none does.
         if writing and self._engine.config.config.checkpoint.while_saving == "refuse":
             raise RuntimeError(
                 f"{place.path}: the last checkpoint is still being written (by ranks {writing}), and "
@@ -244,6 +252,7 @@ class Agreement:
     def _gather(
         self, own: list[OptimizerTable], digests: dict[str, int], error: Exception | None, frozen: Collection[str]
     ) -> tuple[list[OptimizerTable], dict[str, str]]:
+        # If this exchange fails, no rank may take the short form next time: some would know tables that others do not.
         self._all = None
         mine = (own, digests, None if error is None else f"{error}")
         everyone: list[tuple[list[OptimizerTable], dict[str, int], str | None]]
@@ -266,6 +275,7 @@ class Agreement:
             and len(own) == len(self._own)
             and all(_same_form(*pair) for pair in zip(own, self._own, strict=True))
             and all(_is_uniform(table) for table in own)
+            # In the short form a rank takes its own values for everybody's, so it must have some.
             and all(bool(table.scalars) == bool(total.scalars) for table, total in zip(own, self._all, strict=True))
         )
 
@@ -296,11 +306,13 @@ def _typed(values: dict[str, Any]) -> list[tuple[str, str]]:
 def _digest_of(tables: list[OptimizerTable]) -> int:
     """A hash, of 63 bits, of each table's values, which are the same for all its parameters."""
     values = [_typed(next(iter(table.scalars.values()))) if table.scalars else [] for table in tables]
+    # The row of the exchange has signed integers.
     return int(xxhash.xxh3_64_intdigest(repr(values).encode()) >> 1)
 
 
 REFERENCES = "references"
 """In the engine's entry of the manifest's user metadata: name -> {"dtype", "shape", "digest"}."""
+# Part of the digest's definition: any other number would make a stranger of every weight that is referred to.
 _BLOCK = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
@@ -319,7 +331,9 @@ def digest(data: Tensor, start: int) -> int:
     while at < bits.numel():
         block, inner = divmod(start + at, _BLOCK)
         count = min(_BLOCK - inner, bits.numel() - at)
+        # One more than the bits: zeros count, too.
         part = ((bits[at : at + count].to(torch.int64) + 1) * weights[inner : inner + count]).sum()
+        # int64 sums wrap as the formula's modulus does. Odd factors have an inverse, so no changed element vanishes.
         total_digests += (int(part) & _MASK) * (_splitmix(block) | 1)
         at += count
     return total_digests & _MASK
@@ -382,6 +396,7 @@ def check_references(engine: TrainState, reader: StateReader) -> set[str]:
     missing = sorted(wanted.keys() - here.keys())
     other_dtype = sorted(name for name, entry in wanted.items() if here.get(name, entry["dtype"]) != entry["dtype"])
     names = wanted.keys() - set(missing) - set(other_dtype)
+    # Also for no names: all ranks gather, and what is wrong is raised behind it by all alike.
     everyone = engine.mesh.world_group.control.all_gather_objects(own_digests(engine, names))
     found = total_digests(everyone, names)
     different = sorted(name for name in names if found[name] != wanted[name]["digest"])
@@ -412,6 +427,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
+    # A logical shift: torch's keeps the sign.
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -84,6 +84,7 @@ def pieces_in_whole(
 def _share_rows(part: TensorPart, tensor: Communicator, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Whole rows for as many as all ranks have from end to end, an equal share for each; what is left, as it lies."""
     stop = start + values.numel()
+    # A rank may have no columns of the tensor: any rows are whole for it.
     rows_here = part.whole_rows(start, stop) if part.row else (0, part.rows)
     own = torch.tensor([*rows_here, part.row, part.offset])
     table = torch.stack(tensor.all_gather_small(own)).tolist()
@@ -100,7 +101,9 @@ def _share_rows(part: TensorPart, tensor: Communicator, start: int, values: Tens
     outgoing = [values[begin * part.row - start : end * part.row - start] for begin, end in pairwise(begins)]
     begin, end = begins[tensor.rank], begins[tensor.rank + 1]
     incoming = [values.new_empty((end - begin) * width) for _, _, width, _ in table]
+    # The exchange leaves the own part alone.
     incoming[tensor.rank] = outgoing[tensor.rank]
+    # The largest message of any two ranks: an exchange needs a size that all of them know.
     tensor.all_to_all(outgoing, incoming, share * max(row[2] for row in table)).wait()
     rows = values.new_empty(end - begin, part.whole_row)
     for arrived, (_, _, width, column) in zip(incoming, table, strict=True):
@@ -209,6 +212,7 @@ def module_files(engine: TrainState) -> dict[str, bytes]:
     def files() -> dict[str, bytes]:
         return {**stored(extra, EXTRA_STATE_FILE), **stored(entries, ENTRIES_FILE)}
 
+    # Stages of a pipeline have different modules, and rank 0 writes one file for all of them.
     if engine.is_part:
         everyone = control.all_gather_objects((extra, entries))
         extra = {name: state for part, _ in everyone for name, state in part.items()}
@@ -283,6 +287,7 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
             table.kinds.setdefault(kind, {}).update(dict.fromkeys(names, storage.dtype))
     for name, state in states.items():
         for key, value in state.values.items():
+            # Before the next branch: a parameter that is a scalar has a step of its own shape.
             if isinstance(value, Tensor) and value.dim() == 0:
                 table.scalars.setdefault(name, {})[key] = value.item()
                 if value.dtype not in dtypes:
@@ -343,6 +348,7 @@ def pieces_of(
             if bucket.names[piece.index] in wanted:
                 for found in _weights_pieces(engine, bucket, piece, dtype, values_of):
                     yield "model", found
+    # Buffers are alike on all ranks, and no element may have two writers.
     if engine.mesh.rank == 0 and engine.mesh.tensor.rank == 0:
         for name, tensor in order:
             if not isinstance(tensor, nn.Parameter):
@@ -422,11 +428,13 @@ def _state_pieces(
                 value = states[name].values[kind] if name in states else torch.empty(0, dtype=dtypes[name])
                 held, at = (value.vector, value.start) if isinstance(value, OffloadedPart) else (None, 0)
                 at -= 0 if whole else piece.start
+                # By the engine's settings, not this rank's value: all ranks exchange rows, or none does.
                 late, values = engine.model.optimizer_store is not None, partial(_some, value)
             if held is not None:
                 values = values_of(held, at + piece.start, at + piece.stop)
             read, bounds = partial(_shifted, values, at), (piece.start, piece.stop)
             for found in pieces_in_whole(part, engine.mesh.tensor, name, bounds, dtypes[name], read, late=late):
+                # What lies in memory is changed by the next step, so it is no longer there when its turn comes.
                 yield found if held is not None else found.loaded()
 
 
@@ -450,6 +458,7 @@ def groups_of(engine: TrainState, sharded: ShardedOptimizer) -> list[dict[str, A
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
+        # The manifest holds plain numbers.
         return value.item() if value.dim() == 0 else value.tolist()
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)

@@ -96,6 +96,7 @@ class DeferredWeights:
         """Keep this with a module, whose parameters become NaNs without memory."""
         for parameter, _ in self.parameters:
             hollow = torch.full((), float("nan")).to(parameter.dtype).expand(parameter.shape)
+            # Swapped, not assigned: ties, and whoever else holds the parameter, keep this very object.
             torch.utils.swap_tensors(parameter, nn.Parameter(hollow, parameter.requires_grad))
         self.keep_with(module)
 
@@ -104,6 +105,7 @@ class DeferredWeights:
         vars(module)[_SLOT] = self
         self._hooks.append(module.register_forward_pre_hook(self._refuse))
         self._hooks.append(module.register_state_dict_pre_hook(self._refuse_to_save))
+        # Torch sets an attribute on such a hook, which a bound method does not let it do.
         self._hooks.append(module.register_state_dict_post_hook(partial(self._show_no_values)))
 
     def detach(self) -> None:
@@ -130,6 +132,7 @@ class DeferredWeights:
     def _show_no_values(self, module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
         """A NaN would be saved without a word; what is on the meta device cannot be."""
         waiting = {id(parameter) for parameter, _ in self.parameters}
+        # PEFT's copies were made of NaNs, too, and are given the original's values.
         waiting |= {id(copied) for copied, original in _copies(module) if id(original) in waiting}
         for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             if id(parameter) in waiting and name in state:
@@ -180,6 +183,7 @@ def make_replaceable(module: nn.Module) -> Callable[[Mapping[nn.Parameter, nn.Pa
         for parameter, _ in deferred.parameters:
             if parameter.is_meta:
                 continue
+            # Others cannot hold a NaN, by which a write would be noticed.
             if parameter.is_floating_point() and _touched(parameter):
                 raise ValueError(
                     f"parameters were written to before the weights of {deferred.directory} are there, and before "
@@ -214,6 +218,7 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         return None
     found = [vars(owner)[_SLOT] for owner in owners.values()]
     sources = {id(parameter): source for deferred in found for parameter, source in deferred.parameters}
+    # A copy that is to be trained begins with the values of its original.
     for copied, original in _copies(module):
         if id(original) in sources:
             sources[id(copied)] = sources[id(original)]
@@ -245,11 +250,13 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
         )
     waiting = {name: parameter for name, parameter in named.items() if id(parameter) in sources}
     places = {name: (sources[id(p)], p.shape, p.dtype) for name, p in waiting.items()}
+    # Only now: up to here a refusal leaves the module as it was.
     for parameter in waiting.values():
         meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, meta)
     for owner in owners.values():
         vars(owner).pop(_SLOT).detach()
+        # Until all is read: should the engine fail first, the next one would take empty parameters for new ones.
         vars(owner)[_OPENED] = directory
     if device is not None:
         map_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
@@ -355,7 +362,9 @@ class DeferredReader(StateReader):
                 others.append((source, item))
         for reader, items in ranges.values():
             reader.read_many(items)
+        # Read from the end, so that the first place of each conversion is what stays.
         order = {id(source.conversion): place for place, (source, _) in reversed(list(enumerate(others)))}
+        # All results of a conversion behind each other: only the last one's are kept, and none runs twice.
         super().read_many([item for source, item in sorted(others, key=lambda pair: order[id(pair[0].conversion)])])
         self._last = None
 

@@ -60,9 +60,11 @@ class Pace:
         now = time.monotonic()
         if self._due > now:
             time.sleep(self._due - now)
+        # Counted from now at the earliest: a pause earns no burst after it.
         self._due = max(self._due, now) + nbytes / self._speed
 
 
+# Both from Linux's headers; Python has no call for the exchange of two names.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _TOKEN = r"[A-Za-z0-9_-]+"  # no dot, so that the names of targets "a" and "a.b" cannot be confused
@@ -97,6 +99,7 @@ def by_age(paths: Iterable[Path]) -> list[Path]:
     found = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
+            # The time of a link itself: what it leads to may be gone.
             found.append((path.lstat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 
@@ -128,6 +131,7 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: If that cannot be done; names the file.
     """
+    # Flushed here: what is given a name, or is named, next must be on the disk before.
     with naming(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -136,14 +140,17 @@ def write_file(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replaces a file's content: a reader sees the old one or the new one, never less."""
+    # In the same folder: a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.tmp")
     write_file(temporary, content)
     os.replace(temporary, path)
+    # The new name lasts from here on; a loss of power before shows the old content.
     sync(path.parent)
 
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a tree; nothing there is no error."""
+    # A link goes, and not what it leads to.
     if path.is_symlink() or not path.is_dir():
         try:
             path.unlink(missing_ok=True)
@@ -152,6 +159,7 @@ def remove(path: Path) -> None:
             if not path.is_dir():
                 raise
             # Another rank has made it meanwhile.
+    # Another process may be removing the same tree, and a rest is a leftover, no fault of the save.
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -170,6 +178,7 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
     Returns:
         What is left to remove.
     """
+    # A link that leads nowhere has the name as well.
     if not os.path.lexists(target):
         os.rename(source, target)
         sync(target.parent)
@@ -181,8 +190,10 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
         try:
             os.rename(source, target)
         except OSError:
+            # The old checkpoint is better than none under the name.
             os.rename(aside, target)
             raise
+    # Before the old one goes: a loss of power must not bring its name back without its files.
     sync(target.parent)
     if keep_old:
         return old
@@ -192,6 +203,7 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
 
 def _exchange(first: Path, second: Path) -> bool:
     """Exchanges two names in one step; False where that cannot be done."""
+    # Older C libraries lack it.
     renameat2: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -199,6 +211,7 @@ def _exchange(first: Path, second: Path) -> bool:
     if renameat2(*arguments, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
         return True
     code = ctypes.get_errno()
+    # The kernel, or the file system, does not know the flag; any other error would stop a rename, too.
     if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(second))
@@ -206,9 +219,11 @@ def _exchange(first: Path, second: Path) -> bool:
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of a write, and the file offsets at which chunks end are multiples of it."""
+# Smaller pieces are put together: one large write costs less than many small ones.
 _BORROW_BYTES = 1 << 20
 """From this size on, memory that lies right is written without a copy."""
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+# With these file systems refuse O_DIRECT, some when a file is opened, some at its first write.
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -245,11 +260,14 @@ class DiskWriter:
         self._wrote = options.get("wrote")
         self._error: BaseException | None = None
         self.failed_at: tuple[str, int] | None = None
+        # Bounded: borrowed memory takes no buffer, so this alone holds its caller back to the disk's speed.
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=2 * threads)
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        # One that is being filled, and for each thread one in writing and one that waits for it.
         self._chunks = 2 * threads + 1
         self._arena: AlignedArena | None = None
         self._open: _Chunk | None = None
+        # Daemons: a thread that waits for work does not keep a process from ending that never came to `close`.
         self._threads = [threading.Thread(target=self._work, name="checkpoint-io", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -288,6 +306,7 @@ class DiskWriter:
             OSError: if a write or the flush failed.
         """
         try:
+            # The threads end before their errors are looked at, and before the flush, which has to cover all.
             self._flush()
             self._stop()
             self._check()
@@ -298,6 +317,7 @@ class DiskWriter:
 
     def close(self) -> None:
         """Stops without waiting for more than the writes under way."""
+        # Threads that see an error drop what is still queued.
         self._error = self._error or RuntimeError("closed")
         self._stop()
         for file in self._files.values():
@@ -320,15 +340,18 @@ class DiskWriter:
             self._flush()
         if self._open is None:
             memory = self._buffer(pinned)
+            # As far into the page as in the file: whole pages of a chunk can then go past the page cache.
             self._open = _Chunk(path, offset, memory[offset % PAGE :][: _chunk_end(offset) - offset], memory)
         return self._open
 
     def _buffer(self, pinned: bool) -> torch.Tensor:
         if self._arena is None:
             self._arena = AlignedArena(partial(HostMemory, pinned=True) if pinned else None)
+            # A page for where a chunk begins within its page, and one for aligning the chunk.
             self._arena.reserve(self._chunks * (CHUNK_BYTES + 2 * PAGE))
             for _ in range(self._chunks):
                 self._free.put(self._arena.take(CHUNK_BYTES + PAGE, 0))
+        # Jobs that fail give theirs back, too: so an error is raised here, and not waited for.
         memory = self._free.get()
         self._check()
         return memory
@@ -351,12 +374,14 @@ class DiskWriter:
                     if self._wrote is not None:
                         self._wrote(content.numel())
             except OSError:
+                # The first one: what fails behind it mostly fails for the same reason.
                 self.failed_at = self.failed_at or (path, offset)
                 raise
             finally:
                 if buffer is not None:
                     self._free.put(buffer)
 
+        # In the caller's thread: the threads share one speed.
         self._pace.wait(content.numel())
         if self._threads:
             self._jobs.put(write)
@@ -367,6 +392,7 @@ class DiskWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
+            # Whatever it is: the caller waits for buffers that only a living thread gives back.
             except BaseException as error:
                 self._error = self._error or error
 
@@ -434,6 +460,7 @@ class _File:
     def write(self, data: torch.Tensor, offset: int) -> None:
         """Writes bytes of CPU memory; whole pages directly if the memory lies right."""
         memory, end = memory_of(data), offset + data.numel()
+        # Whole pages of the file: what is beside them in a page may be another rank's.
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct is None or first >= last or not is_aligned(data, offset):
             self._write(self._fd, memory, offset)
@@ -442,6 +469,7 @@ class _File:
         try:
             self._write(self._direct, memory[first - offset : last - offset], first)
         except OSError as error:
+            # Refused at the write, though not when it was opened: through the page cache then.
             if error.errno not in _NOT_DIRECT:
                 raise
             self._write(self._fd, memory[first - offset : last - offset], first)
@@ -454,6 +482,7 @@ class _File:
                 done = os.pwrite(fd, memory, offset)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
+            # Without this it would be tried for ever.
             if done == 0:
                 raise OSError(errno.EIO, "the file system accepted no bytes", str(self._path))
             memory, offset = memory[done:], offset + done
@@ -462,6 +491,7 @@ class _File:
 
     def sync(self) -> None:
         with naming(self._path):
+            # Past the page cache, too: O_DIRECT leaves the file's metadata and the drive's own cache unflushed.
             os.fsync(self._fd)
 
     def close(self) -> None:
@@ -476,9 +506,11 @@ def create_file(path: Path, head: bytes, size: int) -> None:
     Raises:
         OSError: ENOSPC if there is not enough space, or another failure; names the file.
     """
+    # A file that is there belongs to another save: never written over.
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with naming(path):
+            # Before the first byte: a disk that is too small is an error while nothing is lost.
             _reserve(fd, size, path)
             done = 0
             while done < len(head):
@@ -489,6 +521,7 @@ def create_file(path: Path, head: bytes, size: int) -> None:
 
 def _reserve(fd: int, size: int, path: Path) -> None:
     """Not `os.posix_fallocate`: where the file system cannot reserve, that writes zeros everywhere."""
+    # Also where nothing can be reserved: ranks write at any offset of a file of the full size.
     os.ftruncate(fd, size)
     fallocate: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None or size == 0:

@@ -108,8 +108,10 @@ def load_checkpoint(
     Raises:
         ValueError: If the checkpoint is damaged, or not one of this model.
     """
+    # The save under way may be what `latest` is about to name.
     engine.saver.wait()
     source = os.fspath(load_dir) if tag is None else join(load_dir, str(tag))
+    # Ranks that do not come are named here within seconds; the gather would wait for its own time-out.
     engine.mesh.world_group.barrier.wait_for_all("load_checkpoint()")
     everyone = engine.mesh.world_group.control.all_gather_objects(_there(source, tag, checkpoint_in))
     name = next((found for found in everyone if found is not None), None)  # one decision for all ranks
@@ -134,6 +136,7 @@ def pack_client_state(client_state: dict[str, Any], lr_scheduler: dict[str, Any]
     """
     try:
         content, error = _packed({"client_state": client_state, "lr_scheduler": lr_scheduler})
+    # What pickle says of local functions and the like.
     except (AttributeError, PicklingError) as refused:
         raise TypeError(f"client_state or the scheduler's state cannot be saved: {refused}") from None
     if error is not None:
@@ -158,6 +161,7 @@ def _packed(value: Any) -> tuple[bytes, UnpicklingError | None]:
     torch.save(value, buffer)
     content = buffer.getvalue()
     try:
+        # Tried now: when it is loaded, the run that could save it otherwise is gone.
         torch.load(io.BytesIO(content), weights_only=True)
     except UnpicklingError as error:
         return content, error
@@ -247,8 +251,10 @@ def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str
         OSError, ValueError: On all ranks if one fails.
     """
     target, staged = Path(directory), Path(directory) / _STAGED
+    # Until its cleaning is over, too: that looks through the directory into which the files are moved next.
     engine.save(staged, extra_files=files, optimizers=False, update_latest=False).finish()
     control, rank = engine.mesh.world_group.control, engine.mesh.world_group.rank
+    # Any rank's view counts: a host sees the pieces of its own ranks only.
     divided = any(control.all_gather_objects(any(staged.glob(f"{FOLDER_PREFIX}*"))))
 
     def move() -> None:
@@ -257,12 +263,15 @@ def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str
         elif rank == 0:
             _move(staged, target)
 
+    # No rank returns, and reads the directory, before the files are there.
     together(control, move)
     return not divided
 
 
 def _move(staged: Path, target: Path) -> None:
+    # While the manifest is there, which tells the checkpoint's files from other people's.
     found = unlisted(target) if (target / MANIFEST_NAME).is_file() else None
+    # First: from here on nobody takes the rest for a checkpoint.
     (target / MANIFEST_NAME).unlink(missing_ok=True)
     if found is None:
         stale = [*target.glob("model*.safetensors"), target / INDEX_NAME]
@@ -270,10 +279,12 @@ def _move(staged: Path, target: Path) -> None:
         stale = [path for path in target.iterdir() if path not in found]
     for path in stale:
         remove(path)
+    # Configs last: they invite loaders, for which the weights must be there.
     for path in sorted(staged.iterdir(), key=lambda path: path.name in _CONFIGS.values()):
         if path.name not in (MANIFEST_NAME, random_state.DIRECTORY):
             os.replace(path, target / path.name)
     remove(staged)
+    # Renames last only once the directory is flushed.
     sync(target)
 
 

@@ -51,6 +51,7 @@ def make_signed(directory: Path, *, exist_ok: bool = False) -> None:
     while True:
         with suppress(FileNotFoundError):
             directory.mkdir(parents=True, exist_ok=exist_ok)
+            # From here on it is this process's own, and may be there when it has to be made again.
             exist_ok = True
             with naming(directory / OWNER_NAME):
                 (directory / OWNER_NAME).write_text(mark)
@@ -93,6 +94,7 @@ def remove_leftovers_of(target: Path, receipts: str, keep: Collection[Path] = ()
     for path in all_beside(target, "tmp"):
         if path not in keep:
             verdict = _judge(path / receipts / OWNER_NAME)
+            # A process saves a checkpoint once at a time: what it has left there is of a save that failed.
             _remove(path, verdict._replace(gone=verdict.gone or verdict.own))
             _remove_empty(path, receipts)
 
@@ -119,6 +121,7 @@ def _remove(path: Path, verdict: _Verdict) -> None:
 def _remove_empty(path: Path, receipts: str) -> None:
     """Removes the directories that a writer made who was killed before it signed them: nothing is in them."""
     for directory in (path / receipts, path):
+        # `rmdir` refuses what has anything in it, which may be somebody's.
         with suppress(OSError):
             directory.rmdir()
 
@@ -131,6 +134,7 @@ def _judge(mark: Path) -> _Verdict:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return _Verdict()  # not signed yet, or none of ours
     here = _this_process()
+    # No warning: on a shared file system other hosts' saves are mostly under way.
     if not same_host:
         return _Verdict()
     if owner == here:
@@ -144,6 +148,7 @@ def _judge(mark: Path) -> _Verdict:
     now = _started(pid)
     if now == _UNKNOWN or started == _UNKNOWN:
         return _Verdict(doubt=f"process {pid} cannot be looked at")
+    # The same number with another start is another process.
     return _Verdict(gone=now != started)
 
 
@@ -169,6 +174,7 @@ def _this_process() -> dict[str, int | str]:
 def _started(pid: int) -> str | None:
     """Start of a process, for numbers are used again: ticks since the boot; None if there is no process."""
     try:
+        # Field 22 of proc(5), counted behind the name, in which anything may be, parentheses too.
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
         pass
@@ -266,6 +272,7 @@ def parse_aliases(metadata: Mapping[str, str], source: str) -> dict[str, str]:
 
 def _moved_to_shadow(target: Path) -> Path:
     """The place of a checkpoint whose replacement was cut off between two renames."""
+    # The newest: earlier ones are of earlier crashes.
     for path in reversed(all_beside(target, "old")):
         if (path / MANIFEST_NAME).is_file():
             message = f"{target} is missing; reading what it was before a save that crashed: {path}"
@@ -276,6 +283,7 @@ def _moved_to_shadow(target: Path) -> Path:
 
 def _follow_latest(parent: Path, fall_back: bool) -> Path:
     name = read_text(parent / LATEST_NAME).strip()
+    # What anybody may have written leads nowhere else.
     if not is_inner_path(name) or "/" in name:
         raise ValueError(f"{parent / LATEST_NAME}: {name!r} is not the name of a directory beside it")
     target = parent / name
@@ -299,6 +307,7 @@ def newest_complete(parent: Path) -> Path | None:
     for manifest in reversed(by_age(filter(Path.is_file, manifests))):
         try:
             Manifest.load(manifest.parent)
+        # Damaged, or removed while it was looked at.
         except (ValueError, FileNotFoundError):
             continue
         return manifest.parent
@@ -394,6 +403,7 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[Found]:
     latest = _latest(parent)
     found = []
     for path in parent.iterdir():
+        # A link, such as `last`, is another name of a checkpoint that is found by its own.
         if path.name.startswith(".") or path.is_symlink() or not (path / MANIFEST_NAME).is_file():
             continue
         try:
@@ -402,6 +412,7 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[Found]:
             continue
         try:
             manifest = Manifest.load(path)
+        # Listed as incomplete: such a one neither counts as kept nor is it removed.
         except (ValueError, OSError):
             found.append(Found(path, None, saved_at, complete=False, is_latest=path.name == latest))
             continue
@@ -421,10 +432,12 @@ def remove_checkpoints(paths: Iterable[Path]) -> None:
     for path in paths:
         aside = beside(path, uuid.uuid4().hex[:12], _SUFFIX)
         os.rename(path, aside)
+        # Before its files go: a loss of power must not bring the name back with half of them.
         sync(path.parent)
         remove(aside)
         parents.add(path.parent)
     for parent in parents:
+        # Only names that a removal has given, which nobody opens any more: also those of another process.
         for left in parent.glob(f".*.{_SUFFIX}"):
             remove(left)
 

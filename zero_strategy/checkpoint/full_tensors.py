@@ -22,15 +22,19 @@ if TYPE_CHECKING:
 
 def full_state_dict(engine: TrainState, names: Collection[str] | None, *, keep: bool) -> dict[str, Any]:
     """Full parameters and persistent buffers; see `ZeroEngine.full_state_dict`."""
+    # A rank that does not come is named here; the gathers would wait for the process group's time-out.
     engine.mesh.barrier.wait_for_all("full_state_dict()")
     entries = {n: t for n, t in state_dict_entries(engine.module, tied=True) if names is None or n in names}
     wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
     for unit in engine.model.units:
         chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
+        # On ranks that keep nothing, too: a gather takes all of them.
         with engine.model.gathered(chosen):
             whole = {id(p): whole_of(p, held_by(p).detach()) for p in chosen}
             if keep:
+                # A copy on the CPU as well: the unit's memory is another one's afterwards.
                 copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})
+    # Before ranks that keep nothing leave: modules with entries of their own are gathered for it.
     extra = full_entries(engine)
     if not keep:
         return {}

@@ -61,6 +61,7 @@ def check_file_name(name: object, what: str, suffix: str = "") -> None:
     Raises:
         ValueError: Naming it, and saying why.
     """
+    # First alone: with a suffix even an empty name, or '..', would look like one.
     if wrong := wrong_in_file_name(name) or wrong_in_file_name(f"{name}{suffix}"):
         shown = repr(name) if len(repr(name)) <= 120 else f"{name!r:.117}..."
         raise ValueError(f"{what} {shown} cannot name a file: it {wrong}")
@@ -77,6 +78,7 @@ def is_inner_path(path: object) -> bool:
     return isinstance(path, str) and not any(map(wrong_in_file_name, path.split("/")))
 
 
+# Data begin at a page: their whole pages can be written past the page cache.
 PAGE = 4096
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse longer headers
 METADATA_KEY = "__metadata__"
@@ -224,6 +226,7 @@ def _header(path: str, ordered: Sequence[TensorSpec], metadata: Mapping[str, str
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"{path}: header metadata must map strings to strings, got {key!r}: {value!r}")
+    # Sorted: all ranks, and all saves, write the same bytes.
     content: dict[str, object] = {METADATA_KEY: dict(sorted(metadata.items()))}
     begin = 0
     for spec in ordered:
@@ -234,6 +237,7 @@ def _header(path: str, ordered: Sequence[TensorSpec], metadata: Mapping[str, str
         }
         begin += spec.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
+    # The format allows spaces behind the JSON, and nothing else between it and the data.
     padded = -(-(8 + len(text)) // PAGE) * PAGE - 8
     if padded > MAX_HEADER_BYTES:
         raise ValueError(
@@ -306,6 +310,7 @@ def parse_layout(header: bytes, size: int, path: str, source: str) -> FileLayout
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{source}: {METADATA_KEY} does not map strings to strings")
     parsed = [_parse_tensor(name, entry, source) for name, entry in content.items()]
+    # By the end as well: a tensor without elements comes before the one that begins in its place.
     parsed.sort(key=lambda item: (item[1], item[1] + item[0].nbytes))
     _check_extent(parsed, size - len(header), source)
     return FileLayout(
@@ -335,11 +340,13 @@ def tensors_cut_off(fd: int, source: str) -> list[str]:
 def _read_header(fd: int, size: int, source: str) -> bytes:
     prefix = os.pread(fd, 8, 0)
     length = int.from_bytes(prefix, "little")
+    # Before so many bytes are read: any file has some number there. '{}' has two.
     if len(prefix) < 8 or length > MAX_HEADER_BYTES or length < 2:
         raise ValueError(f"{source}: not a safetensors file (no valid header length in its first 8 bytes)")
     if 8 + length > size:
         raise ValueError(f"{source}: truncated inside its header ({size} bytes of at least {8 + length})")
     header = os.pread(fd, 8 + length, 0)
+    # As the format demands it; readers elsewhere refuse anything before the brace.
     if len(header) != 8 + length or header[8:9] != b"{":
         raise ValueError(f"{source}: not a safetensors file (its header is no JSON object)")
     return header

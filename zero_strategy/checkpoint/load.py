@@ -86,6 +86,7 @@ class Loader:
             reader = self.weights(source, strict=strict)
         else:
             weights(reader := self._reader(source))
+        # Before the optimizers, which may be refused: other parts of the model have the weights that are here now.
         self._publish()
         if optimizers and engine.optimizers and reader.has_manifest:
             self.optimizers(reader)
@@ -120,6 +121,7 @@ class Loader:
     def _reader(self, source: Source) -> StateReader:
         if isinstance(source, StateReader):
             return source
+        # Ranks that do not come are named within seconds.
         self._engine.mesh.world_group.barrier.wait_for_all("loading a checkpoint")
         verify = self._engine.config.config.checkpoint.verify
         return open_together(self._engine, lambda: self._opened(source, verify))
@@ -132,10 +134,12 @@ def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
 
 def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
     """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
+    # First: it brings small files of other hosts, which all that follows may read.
     check_one_save(engine, reader)
     with contextlib.suppress(OSError):  # what could not be written before is written anew
         engine.offloaded.settle()
     _check_same(engine, reader)
+    # Before the first value changes: what is on its way to other ranks is sent from the same memory.
     together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
     referenced = check_references(engine, reader)
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
@@ -147,12 +151,14 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     if strict:
         reader.check_against(whole.weights, tied)
     sources = reader.sources(entries, tied)
+    # In the order of names: all ranks name the same tensor.
     for name, source in sorted(sources.items()):
         _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
 
     wanted: list[Wanted] = []
 
     def want() -> None:
+        # It reads both tensors from end to end; one rank is enough, for all hear of it.
         if engine.mesh.world_group.rank == 0:
             reader.check_ties(tied)
         for bucket in engine.model.buckets:
@@ -162,16 +168,19 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
                 held = held_by(buffer)
                 wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
 
+    # Before the first value is read: damage to what one rank alone needs later would stop that one alone.
     together(engine.mesh.world_group.control, lambda: _check_small_files(engine, reader))
     with torch.no_grad():
         together(engine.mesh.world_group.control, want)
         with supplied(engine, reader, wanted):
             together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "weights"))
         load_extra_state(engine.module, reader)
+        # Each rank has read its slice only, also of what all of them hold whole.
         for bucket in engine.model.buckets:
             if not bucket.placement.shard_parameters:
                 engine.mesh.gather.all_gather(bucket.flat).wait()
         engine.model.forget_unsharded()
+    # Last: a module's own loader is handed its present parameters, which must be the loaded ones.
     if reader.has_manifest and ENTRIES_FILE in reader.manifest.files:
         load_module_entries(engine, torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True))
 
@@ -219,11 +228,13 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
             groups = sharded.optimizer.param_groups
             reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
             available = reader.states(str(number))
+            # Before its groups and its state change: what is of another kind leaves this optimizer as it is.
             if available:
                 _check_family(sharded, reader.manifest.optimizers[str(number)].param_groups, reader)
             stored = reader.manifest.optimizers[str(number)].param_groups
             _set_groups(sharded, _own_groups(stored, elsewhere), names, reader)
             dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
+            # What the checkpoint has no state of must not go on with that of before.
             sharded.clear_state()
             for group in sharded.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -237,6 +248,7 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
         with supplied(engine, reader, wanted):
             together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
+        # They gather: in one order on all ranks, the last begun before the first is waited for.
         for work in [bucket.publish() for bucket in engine.model.buckets]:
             work.wait()
         engine.model.forget_unsharded()
@@ -302,6 +314,7 @@ def _wanted_weights(
     engine: TrainState, reader: StateReader, bucket: ParameterBucket, sources: Mapping[str, str]
 ) -> Iterator[Wanted]:
     """Elements that this rank reads into a bucket, straight into the shard where dtypes allow."""
+    # Weights alone have no masters: these begin with the weights, at their precision.
     if bucket.has_master and not bucket.placement.shard_optimizer:
         for name, part, segment in zip(bucket.names, bucket.parts, bucket.layout.segments, strict=True):
             if name in sources:
@@ -317,6 +330,7 @@ def _wanted_weights(
         stored = reader.spec(sources[name]).dtype
         if bucket.has_master and bucket.placement.shard_optimizer:
             put = _from(partial(_master_and_weights, bucket), piece.offset)
+        # Straight into the shard: there is no second copy, and nothing to convert.
         elif bucket.shard.tensor is not None and stored == bucket.dtype:
             target = bucket.shard.tensor[piece.offset : piece.offset + piece.numel]
         else:
@@ -359,6 +373,7 @@ def _set_groups(
         for key, value in values.items():
             if key != "params":
                 old = group.get(key)
+                # A tensor stays one, on its device: capturable optimizers need that.
                 if isinstance(old, Tensor):
                     value = torch.as_tensor(value, dtype=old.dtype, device=old.device)
                 group[key] = value
@@ -412,6 +427,7 @@ def _scalars(
 ) -> dict[str, Any]:
     """A parameter's state that is no tensor of the checkpoint."""
     found: dict[str, Any] = dict(reader.manifest.optimizers[number].scalars.get(name, {}))
+    # As in torch: the steps of all other optimizers are counted on the CPU.
     where = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key in found.keys() & dtypes.keys():
         found[key] = torch.tensor(found[key], dtype=getattr(torch, dtypes[key]), device=where)
@@ -501,6 +517,7 @@ def _check_small_files(engine: TrainState, reader: StateReader) -> None:
     manifest = reader.manifest
     with_tensors = {record.file for record in manifest.weights.values()}
     with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
+    # Sorted: the ranks divide one list.
     small = sorted(manifest.files.keys() - with_tensors)
     for path in small[engine.mesh.world_group.rank :: engine.mesh.world_group.world_size]:
         reader.extra(path)

@@ -43,6 +43,7 @@ RECEIPTS_NAME = ".written"
 """Directory of the ranks' records of what they wrote; marks a checkpoint that is still being written."""
 FORMAT = "zero_strategy.checkpoint"
 VERSION = 2
+# The first match counts, so nothing that users chose may stand before it in the text.
 _OWN_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{16})"')
 _BLANK = b'"checksum": "0000000000000000"'
 Scalar = None | bool | int | float | str
@@ -111,6 +112,7 @@ class Manifest:
         Raises:
             TypeError, ValueError: naming the entry that JSON cannot hold without loss, or that is malformed.
         """
+        # The own checksum among the first: see `_OWN_CHECKSUM`.
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -147,6 +149,7 @@ class Manifest:
             ValueError: naming `source` and the entry, if anything is missing, unknown or malformed.
         """
         content = parse_object(data, source)
+        # Format and version before the checksum, which other formats and later versions may not have.
         if content.get("format") != FORMAT:
             raise ValueError(f"{source}: format is {content.get('format')!r}, expected {FORMAT!r}")
         if content.get("version") != VERSION:
@@ -184,6 +187,7 @@ class Manifest:
             ValueError: naming the file and what is wrong with it.
         """
         manifest = cls.read(directory)
+        # Each host has the pieces of its own ranks.
         if manifest.pieces is not None:
             _check_some_pieces(manifest.pieces, directory)
             return manifest
@@ -445,6 +449,7 @@ def encode(value: object, where: str) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
+        # Of subclasses the plain number: the repr of NumPy's floats, say, is no number's text.
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
@@ -464,6 +469,7 @@ def decode(value: Any) -> Any:
     if isinstance(value, list):
         return [decode(item) for item in value]
     if isinstance(value, dict):
+        # No user's mapping looks like this: its keys do not begin with a dollar.
         if value.keys() == {_FLOAT}:
             return float(value[_FLOAT])
         if value.keys() == {_TUPLE}:

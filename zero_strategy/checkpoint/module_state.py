@@ -60,8 +60,10 @@ def module_entries(engine: TrainState) -> dict[str, Any]:
         known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         usual = {key for key, _ in (*module.named_parameters(), *module.named_buffers())}
         with engine.model.gathered(list(module.parameters(recurse=False))):
+            # The very objects: entries are told from parameters and buffers by identity.
             state = module.state_dict(keep_vars=True) if whole else own_state(module, is_guard)
         for key, value in state.items():
+            # By name as well: a state dict of the user's own may hold copies.
             if id(value) in known or key in usual or key.split(".")[-1] == _EXTRA_SUFFIX:
                 continue
             found[prefix + key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
@@ -113,5 +115,6 @@ def stored(found: Mapping[str, Any], path: str) -> dict[str, bytes]:
 def _checked(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
+    # Tried now: at the time of loading there is no way back.
     torch.load(io.BytesIO(buffer.getvalue()), weights_only=True, map_location="cpu")
     return buffer.getvalue()

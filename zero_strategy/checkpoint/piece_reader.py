@@ -120,6 +120,7 @@ class PieceReader(LayoutReader):
                     parts += self._parts(layout, stored, one, begin, end, number)
                 else:
                     results.put(number, one.start, values)
+        # Nothing is ever put into a range without elements, so it would never be given to its taker.
         results.finish_empty()
         groups = list(_pipeline_peers(sorted(parts, key=lambda part: (part.rank, part.offset))))
         for at in range(0, len(groups), _AT_ONCE):
@@ -275,6 +276,7 @@ class _Results:
 
     def _done(self, number: int, values: torch.Tensor) -> None:
         self._wanted[number].take(values)
+        # The values' memory goes; the entry stays, and says that the range is done.
         self._out[number] = torch.empty(0)
 
 
@@ -327,6 +329,7 @@ def check_one_save(engine: TrainState, reader: StateReader) -> None:
     """
     own = reader.manifest.save if reader.has_manifest else ""
     beside = _complete_beside(reader) if isinstance(reader, PieceReader) else {}
+    # One flag first: readers of ordinary checkpoints need no more.
     of_pieces: list[bool] = engine.mesh.world_group.control.all_gather_objects(isinstance(reader, PieceReader))
     if not any(of_pieces):
         return
@@ -340,6 +343,7 @@ def check_one_save(engine: TrainState, reader: StateReader) -> None:
             _supply_small(engine, reader)
         return
     lines = [f"\n  rank {rank}: {place} is of save {save!r}" for rank, (save, place, _) in enumerate(everyone)]
+    # A save that was sealed everywhere and not renamed on some host is whole: it can be told how to go on.
     for save in sorted(set(saves)):
         if all(save == there or save in beside for there, _, beside in everyone):
             lines.append(f"\nSave {save!r} is complete on all hosts. Give it its name, and load again:")
@@ -372,6 +376,7 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
     needed: dict[_Slice, int] = {}
     for slices, _ in everyone:
         needed |= slices
+    # What no rank has is left out: reading it names the rank that wrote it, and what to do.
     givers = {writer: _first_without(writer, [absent for _, absent in everyone]) for writer in _writers(reader)}
     try:
         order = sorted(needed, key=lambda entry: (str(entry[1]), entry[0], entry[2].start))  # the same on all ranks
@@ -382,6 +387,7 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
                     reader.supply(entry[0], entry[1], entry[2], values)
         yield
     finally:
+        # Also after an error: it may be much memory, and the reader lives on.
         reader.forget_supplied()
 
 
@@ -440,6 +446,7 @@ def _exchange(engine: TrainState, read: Callable[[], list[tuple[Any, Any]]]) -> 
     error: str | None = None
     try:
         mine = read()
+    # Raised by all behind the exchange; a rank that left before it would leave the others waiting there.
     except (OSError, ValueError) as caught:
         error = str(caught)
     everyone = engine.mesh.world_group.control.all_gather_objects((mine, error))

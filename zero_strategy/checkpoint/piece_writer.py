@@ -147,10 +147,12 @@ class PieceWriter(SaveWriter):
         covered = Coverage()
         with self._sink(layout, options) as sink:
             for logical, piece, offset in placed:
+                # Here as well as on rank 0: this rank's own mistake is named before its bytes are written.
                 covered.add(logical.path, piece.name, piece.start, piece.start + piece.numel)
                 self._write_piece(sink, logical, piece.loaded(), offset)
             sink.finish()
         self._size, self._header = layout.size, checksum_of(layout.header)
+        # Only now, since a report says that the bytes are safe.
         if self.rank != 0:
             self._board.send("reported", self._report().to_json())
 
@@ -175,6 +177,7 @@ class PieceWriter(SaveWriter):
         plan.check_manifest(manifest)
         table = PieceTable(self.folder, layouts={layout.path: layout for layout in plan.layouts})
         checksums, files, coverage = Checksums(), dict[str, int](), Coverage()
+        # In the order of the ranks: the manifest is the same whoever is first.
         for rank in range(self.world_size):
             report = self._report() if rank == 0 else _Report.from_json(self._board.receive("reported", rank))
             check_free_of(files, report.files)
@@ -188,6 +191,7 @@ class PieceWriter(SaveWriter):
             table.ranks[rank] = (report.size, report.header)
             table.owners |= dict.fromkeys(report.files, rank)
         coverage.check_complete(plan.layouts)
+        # Readers look for elements by bisection.
         for tensors in table.slices.values():
             for parts in tensors.values():
                 parts.sort(key=lambda part: part.start)
@@ -237,6 +241,7 @@ def rank_layout(
     for kind, piece in pieces:
         logical = plan.layout_of(kind, piece.name)
         check_piece(logical, piece)
+        # Ranges without elements may share a name, and have nothing to write.
         if piece.numel:
             stop = piece.start + piece.numel
             name = slice_name(logical.path, piece.name, piece.start, stop)
@@ -277,9 +282,11 @@ class HostPieceWriter(PieceWriter):
         self._plan = plan
         if self._first:
             check_replaceable(self.directory)
+            # Sealed ones stay until this save is renamed: one may be all that a host has of a save that others show.
             sealed = [path for path in all_beside(self.directory, "tmp") if (path / MANIFEST_NAME).exists()]
             remove_leftovers_of(self.directory, RECEIPTS_NAME, keep={self.temporary, *sealed})
             remove_leftovers(self.directory.parent, RECEIPTS_NAME)
+            # Other ranks of this host may have made the directory already.
             make_signed(self.temporary / RECEIPTS_NAME, exist_ok=True)
         for again in (True, False):
             try:
@@ -304,13 +311,17 @@ class HostPieceWriter(PieceWriter):
             return
         described, small = self._described(manifest, extra_files or {})
         text = described.to_json()
+        # Before this host seals: the others do so at the same time.
         self._board.send("described", _packed(text, small, update_latest))
         self._seal(text, small)
         self._board.post("sealed")
+        # Before the first rename: from here on the new checkpoint is whole on every host, whoever dies.
         self._board.wait("sealed")
+        # Before the word is given: where this fails, no other host has renamed anything.
         self._rename()
         self._board.post("decided")
         self._board.post("renamed")
+        # On all hosts, before any of them names it the latest.
         self._board.wait("renamed")
         self._point(update_latest)
 
@@ -329,7 +340,9 @@ class HostPieceWriter(PieceWriter):
             self._board.post("sealed")
             self._board.wait("decided", 0)
         except Exception:
+            # The word may have come all the same: then the others rename, and so does this host.
             if not self._board.posted("decided", 0):
+                # In doubt it stays: if rank 0 decides after all, this is the host's only copy.
                 if self._is_off():
                     self.abandon()
                 raise
@@ -368,8 +381,10 @@ class HostPieceWriter(PieceWriter):
         """On the leader: all of this host on its disk, the manifest last."""
         if not self._first:
             return
+        # The manifest last, and behind a flush of all directories: it says that everything else is on the disk.
         for path, content in small.items():
             self._put(path, content)
+        # A sealed directory has no owner: it is no leftover when its process is gone.
         remove(self.temporary / RECEIPTS_NAME)
         for directory, _, _ in os.walk(self.temporary):
             sync(Path(directory))
@@ -379,6 +394,7 @@ class HostPieceWriter(PieceWriter):
     def _is_off(self) -> bool:
         """True if it is certain that rank 0 has not decided to rename and never will: a rank failed before that."""
         ranks = range(self.world_size)
+        # This rank has failed, or it would not ask.
         failed = [rank for rank in ranks if rank == self.rank or self._board.posted("failed", rank)]
         return any(rank == 0 or not self._board.posted("sealed", rank) for rank in failed)
 
@@ -386,6 +402,7 @@ class HostPieceWriter(PieceWriter):
         if not self._first:
             return
         replace_directory(self.temporary, self.directory, self._shadow)
+        # Only now: until here a sealed one may have been the newest that all hosts had in common.
         for suffix in ("old", "tmp"):
             for stale in all_beside(self.directory, suffix):
                 remove(stale)

@@ -34,6 +34,7 @@ from zero_strategy.checkpoint.manifest import (
 )
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 
+# As in huggingface_hub (MAX_SHARD_SIZE, 5 GB).
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -80,6 +81,7 @@ class CheckpointPlan:
         """
         aliases = dict(aliases or {})
         states = states or {}
+        # Sorted: the header is the same on all ranks and in all saves.
         header = {"aliases": json.dumps(aliases, sort_keys=True), **(metadata or {})}
         if metadata and "aliases" in metadata:
             raise ValueError("header metadata 'aliases' is reserved; pass aliases= instead")
@@ -184,6 +186,7 @@ class CheckpointPlan:
             if not is_inner_path(path) or path.startswith((RECEIPTS_NAME, FOLDER_PREFIX)) or path in taken:
                 raise ValueError(f"extra file {path!r}: not a free relative path inside the checkpoint")
         files = taken | extra_files.keys()
+        # Found before a file is made: on the disk the second of the two would fail on one rank alone.
         if clash := sorted({folder for path in files for folder in folders_above(path)} & files):
             raise ValueError(f"extra file: {clash[0]!r} would be both a file and the folder of another one")
 
@@ -191,6 +194,7 @@ class CheckpointPlan:
         """Raises ValueError if the manifest was made for another self."""
         owners = {optimizer for optimizer, _ in self.states}
         same = dict(manifest.weights) == self.weight_records() and dict(manifest.aliases) == dict(self.aliases)
+        # Optimizers without tensors have no files, and are in the manifest all the same.
         same = same and owners <= manifest.optimizers.keys()
         if not same or any(dict(e.states) != self.state_paths(n) for n, e in manifest.optimizers.items()):
             raise ValueError("the manifest does not describe the plan; make it with plan.manifest(...)")
@@ -225,6 +229,7 @@ def plan_files(
         if spec.name in seen:
             raise ValueError(f"tensor {spec.name!r} appears twice")
         seen.add(spec.name)
+        # Not behind an empty one: a tensor that is too large for a file has one of its own.
         if groups[-1] and filled + spec.nbytes > max_file_bytes:
             groups.append([])
             filled = 0

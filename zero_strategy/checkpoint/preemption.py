@@ -33,6 +33,7 @@ from zero_strategy.checkpoint.save import Saver
 from zero_strategy.checkpoint.save_job import PendingSave
 from zero_strategy.train_state import TrainState
 
+# Beside the bits of `Due`: they travel in one number.
 _SAVE_FAILED = 1
 
 
@@ -83,6 +84,7 @@ class StepWatch:
         """
         due, self._due = self._due | agreed, Due.NOTHING
         if due:
+            # Any save serves it.
             self.signalled = False
         if due & Due.END:
             self.terminating = False
@@ -111,6 +113,7 @@ class StepWatch:
         self._note(flags)
         failed, self._save_failed = self._save_failed, False
         if failed:
+            # On ranks whose own part went well, too: the board gives a save one outcome, and all raise before one step.
             self._saver.wait()
 
     def skip(self) -> None:
@@ -124,6 +127,7 @@ class StepWatch:
             self.skipped += 1
         else:
             self.taken += 1
+        # Only here: with several optimizers the first that skips is not the last that steps.
         self._skips = False
         if self._due and self._at_boundary is not None:
             self._at_boundary(self.take_due())
@@ -221,7 +225,9 @@ class SignalWatch:
     def restore(self) -> None:
         """Put back the handlers that `install` replaced, where they were not replaced since."""
         for number, handler in self._replaced.items():
+            # Not `is`: a bound method is another object each time.
             if signal.getsignal(number) == self._handle:
+                # None stands for a handler that was not set from Python, which cannot be put back.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -230,10 +236,12 @@ class SignalWatch:
             self._steps.signalled = True
         elif self.came is not None:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            # Raised anew: by its default action alone a process ends as one that the signal has ended.
             signal.raise_signal(number)
             return
         else:
             self._steps.terminating, self.came = True, number
+        # Python's own would raise KeyboardInterrupt in the middle of the step that is to be saved.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
@@ -274,6 +282,7 @@ def save_on_signal(
     def boundary(due: Due) -> None:
         assert save is not None
         save()
+        # What is due may be the end, and a caller's own `save` may go on in the background.
         engine.saver.wait()
         if due & Due.END:
             raise Preempted
@@ -285,12 +294,15 @@ def save_on_signal(
 
     ended = False
     with steps.at_boundary(None if at_call else boundary):
+        # Inside: a signal that comes at once finds somebody who saves.
         watch.install()
         try:
             yield call
             ended = True
         finally:
+            # Before what is left is taken: no signal is noted any more that nobody would act on.
             watch.restore()
             steps.take_due(Due.SAVE | Due.END)  # what is left of it
+    # Behind the block, where the handlers are those of before.
     if ended and watch.came is not None:
         signal.raise_signal(watch.came)

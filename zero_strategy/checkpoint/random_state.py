@@ -70,10 +70,12 @@ def restore(content: bytes) -> None:
 
 def _restore(content: bytes, state: dict[str, Any]) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
+    # With another number of devices nobody can say whose state is whose.
     if len(state["cuda"]) == len(_cuda_states()):
         for device, device_state in enumerate(state["cuda"]):
             torch.cuda.set_rng_state(_tensor(device_state), device)
     version, internal, gauss = state["python"]
+    # JSON made a list of the tuple that Python asks for.
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
@@ -102,6 +104,7 @@ def load(reader: StateReader, rank: int, world_size: int) -> bool:
     seed = _seed(f"{digest} {world_size} {rank}")
     torch.manual_seed(seed)
     random.seed(seed)
+    # NumPy takes 32 bits.
     np.random.seed(seed % 2**32)
     named = parse_object(first, path_of(0)).get("named")
     if named is not None:
@@ -137,6 +140,7 @@ def _seed(text: str) -> int:
 
 
 def _cuda_states() -> list[torch.Tensor]:
+    # Asked only where it runs: the question itself would start CUDA.
     return list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
 

@@ -63,12 +63,14 @@ class Coverage:
             return
         ranges = self._ranges.setdefault(path, {}).setdefault(name, [])
         at = bisect_right(ranges, [start, start])
+        # Ranges are disjoint and in order, so only neighbours can overlap.
         for other_start, other_stop in ranges[max(at - 1, 0) : at + 1]:
             if max(start, other_start) < min(stop, other_stop):
                 raise ValueError(
                     f"{path}: elements [{start}, {stop}) of tensor {name!r} overlap "
                     f"[{other_start}, {other_stop}), which is already written"
                 )
+        # The one behind first: taking it out leaves the place of the one in front.
         if at < len(ranges) and ranges[at][0] == stop:
             stop = ranges.pop(at)[1]
         if at > 0 and ranges[at - 1][1] == start:
@@ -111,6 +113,7 @@ class Coverage:
 
 BLOCK_BYTES = 16 << 20
 """Most bytes of a block."""
+# Eighteen digits: whatever a manifest says fits an int64.
 _BLOCK = re.compile("([0-9]{1,18}):([0-9]{1,18}):([0-9a-f]{16})")
 
 
@@ -181,6 +184,7 @@ def blocks_of(start: int, stop: int, itemsize: int) -> Iterator[tuple[int, int]]
 
     Slices of several world sizes then have most of their blocks in common.
     """
+    # In elements: no block cuts one.
     most = BLOCK_BYTES // itemsize
     while start < stop:
         end = min(stop, (start // most + 1) * most)
@@ -288,6 +292,7 @@ def _is_checksum(value: object) -> bool:
 
 FOLDER_PREFIX = "pieces-"
 _FOLDER = re.compile(FOLDER_PREFIX + "[A-Za-z0-9_-]+")
+# As above; nine digits of a rank fit an int32.
 _SLICE = re.compile("([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,9}):([0-9]{1,18})")
 
 
@@ -461,6 +466,7 @@ def _check_complete(table: PieceTable) -> None:
         if unknown := sorted(found.keys() - layout.specs.keys()):
             raise ValueError(f"there are pieces of tensors that {path} does not have: {unknown}")
         for name, spec in layout.specs.items():
+            # A slice of a rank that has no file is as good as missing.
             end = _end_of(part for part in found.get(name, []) if part.rank in table.ranks)
             if end != spec.numel:
                 raise ValueError(f"the pieces of tensor {name!r} of {path} end at element {end} of {spec.numel}")
@@ -470,6 +476,7 @@ def _check_complete(table: PieceTable) -> None:
         file, end = rank_path(table.folder, rank), 0
         if rank not in table.ranks:
             raise ValueError(f"{file}: has {slices[0]}, and no rank {rank} saved")
+        # Found here: a reader that compares no checksums would not notice that two slices have the same bytes.
         for each in slices:
             begin = each.place.offset
             if begin < end:

@@ -194,6 +194,7 @@ class StateReader(ABC):
             if not any(found):
                 missing.append(_described(spec, names.get(spec.name, ())))
             for stored in found:
+                # Tied names may lead to one stored tensor, whose shape is named once.
                 if stored is not None and stored.name not in used:
                     used.add(stored.name)
                     if stored.shape != spec.shape:
@@ -202,6 +203,7 @@ class StateReader(ABC):
         unexpected = [_described(spec, known.get(name, ())) for name, spec in weights.items() if name not in used]
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         lines = [f"\n  {what} ({len(n)}): " + ", ".join(n) for what, n in problems.items() if n]
+        # Said only where that alone is wrong: otherwise it would lead astray.
         if missing and sorted(map(_uncompiled, missing)) == sorted(map(_uncompiled, unexpected)):
             lines.append(
                 "\n  These names differ by torch.compile's `_orig_mod.` alone: compile the same parts of the model as "
@@ -243,6 +245,7 @@ class StateReader(ABC):
             if stored[0] == stored[1] or not all(n in self.weights for n in stored):
                 continue
             numel = self.spec(name).numel
+            # Part by part: an embedding may be large, and both would be in memory.
             for start in range(0, numel, self.block):
                 stop = min(start + self.block, numel)
                 parts = [self.read(n, start, stop) for n in stored]
@@ -340,6 +343,7 @@ def check_out(name: str, dtype: torch.dtype, numel: int, out: torch.Tensor) -> N
         raise ValueError(f"out for {numel} elements of tensor {name!r} has {out.numel()}")
 
 
+# One reads while the other compares and copies.
 _THREADS = 2
 _AHEAD_BYTES = 64 << 20
 """Announced to the kernel before it is read; it ends up in the page cache for a moment."""
@@ -363,6 +367,7 @@ class ReadJob:
 
 def run_jobs(jobs: Sequence[ReadJob], chunk_bytes: int) -> None:
     """Carries jobs out; raises the first error."""
+    # As they lie on the disk.
     queue = _Queue(sorted(jobs, key=lambda job: (job.fd, job.offset)))
 
     def work() -> None:
@@ -370,9 +375,11 @@ def run_jobs(jobs: Sequence[ReadJob], chunk_bytes: int) -> None:
         while (job := queue.next()) is not None:
             try:
                 job.fill(job.fd, transfer)
+            # A Ctrl-C in the caller's share, too: its threads end before anybody closes the files.
             except BaseException as error:
                 queue.fail(error)
 
+    # The caller is one of them.
     threads = [threading.Thread(target=work, name="checkpoint-read", daemon=True) for _ in range(_THREADS - 1)]
     for thread in threads:
         thread.start()
@@ -398,6 +405,7 @@ class _Queue:
                 return None
             job = self._jobs[self._taken]
             self._taken += 1
+            # Under the lock, and before the job is read: the announcements keep the order of the files.
             self._announce()
             self._ahead -= job.nbytes
             return job
@@ -411,6 +419,7 @@ class _Queue:
             job = self._jobs[self._announced]
             self._announced += 1
             self._ahead += job.nbytes
+            # Not on macOS; it is a hint only.
             if hasattr(os, "posix_fadvise"):
                 for begin in range(0, min(job.nbytes, _AHEAD_BYTES), _ANNOUNCED_AT_ONCE):
                     size = min(_ANNOUNCED_AT_ONCE, job.nbytes - begin)
@@ -443,6 +452,7 @@ class CheckpointReader(LayoutReader):
         self._identities: dict[str, tuple[int, int, int, int]] = {}
         self._weight_files = self._open_weights(location.weight_files, location.weight_map)
         self._weights = {name: self._layouts[file].specs[name] for name, file in self._weight_files.items()}
+        # Behind the weights: plain files may name ties to tensors that they do not have.
         self.aliases = self._read_aliases(location.weight_files)
         self._check_weight_records()
         self._check_states()
@@ -490,6 +500,7 @@ class CheckpointReader(LayoutReader):
                 layout, stored = self._find(item.name, item.kind)
                 offset, nbytes = layout.span(stored, item.start, item.stop)
                 if layout.path not in files:
+                    # One descriptor a file: jobs are in the order of descriptors, so a file is read from end to end.
                     files[layout.path] = self._reopen(layout.path)
                 jobs.append(ReadJob(files[layout.path], offset, nbytes, partial(self._fill, layout, stored, item)))
             run_jobs(jobs, self._transfer.chunk_bytes)
@@ -538,6 +549,7 @@ class CheckpointReader(LayoutReader):
         if path not in self.manifest.files:
             raise ValueError(f"{self.directory}: the manifest lists no file {path!r}")
         content = read_regular(self.directory / path)
+        # Of files with tensors the manifest has the checksum of the header.
         if self._verified is not None and path not in self._layouts:
             self._verified.checksums.check_file(path, content, self.directory / path)
         return content
@@ -552,6 +564,7 @@ class CheckpointReader(LayoutReader):
         for block in self._verified.checksums.overlapping(layout.path, name, start, stop):
             begin, end = max(start, block.start), min(stop, block.stop)
             part = target[(begin - start) * size : (end - start) * size]
+            # A block that is wanted whole needs no memory of its own.
             if (begin, end) == (block.start, block.stop):
                 self._read_block(fd, transfer, layout, name, block, part)
             else:
@@ -573,6 +586,7 @@ class CheckpointReader(LayoutReader):
             fd = open_regular(self.directory / path)
             try:
                 layout = read_layout(fd, path, str(self.directory / path))
+                # Of the descriptor that the header was read from: what is there later must be the same file.
                 self._identities[path] = _identity(fd)
             finally:
                 os.close(fd)

@@ -92,6 +92,7 @@ class Snapshot:
             devices[data.device] = None
         for device in devices:  # on which the copies are queued, whatever the thread's current device is
             if (streams := streams_of(device)) is not None:
+                # The next step changes what is being copied.
                 streams.current().synchronize()
         return self._copies
 
@@ -100,6 +101,7 @@ class Snapshot:
         self._plan = None  # not even half of the old places are valid any more
         ordered = in_file_order(plan, live)
         sizes = [piece.numel * piece.dtype.itemsize for _, piece in ordered]
+        # A page for each: every place begins where its bytes do within a page of the file.
         self._arena.reserve(sum(sizes) + PAGE * len(sizes))
         self._copies, places = [], dict[int, torch.Tensor]()
         for (kind, piece), nbytes in zip(ordered, sizes, strict=True):
@@ -140,6 +142,7 @@ class FileSnapshot:
         Raises:
             OSError: If there is not enough.
         """
+        # Before anything is fixed, so that a rank without room can still save at once, with all others.
         images.reserve({name: piece.numel * piece.dtype.itemsize for name, piece in _in_memory(live)})
 
     def take(self, plan: CheckpointPlan, images: StateImages, live: Sequence[Entry]) -> list[Entry]:
@@ -183,6 +186,7 @@ class Saver:
     """
 
     def __init__(self, engine: TrainState) -> None:
+        # The engine holds its saver; a circle would keep the model until a collection.
         self._engine = weakref.proxy(engine)
         self._snapshot = Snapshot(pinned=engine.device.type == "cuda")
         self._file_snapshot: FileSnapshot | None = None
@@ -259,10 +263,13 @@ class Saver:
     ) -> PendingSave:
         """See `ZeroEngine.save`."""
         engine, settings = self._engine, self._engine.config.config.checkpoint
+        # Before the meeting: it is the same on all ranks.
         if weights_dtype is not None and optimizers:
             raise ValueError("weights_dtype is for weights alone, which cannot be resumed from: give optimizers=False")
+        # Before the meeting, whose time-out is shorter than a save may take.
         if settings.while_saving == "wait":
             self.wait()
+        # Ranks that do not come, or come with another path, are named within seconds.
         engine.mesh.world_group.barrier.wait_for_all(f"save({os.fspath(directory)!r})")
         engine.model.reducer.check_whole()
         engine.model.follow_edits()
@@ -277,11 +284,13 @@ class Saver:
         if settings.while_saving == "refuse":
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
+        # Behind the agreement: a save that is refused by all has no number.
         board = self._next_board()
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
             fixed: Fixed | None = None
             pieces = partial(pieces_of, engine, order, states, agreed.tables, weights_dtype)
+            # Without room on one rank the save is at once on all.
             if asynchronous and engine.offloaded.files is not None:
                 fixed = self._room_in_files(engine.offloaded.files, pieces)
                 asynchronous = fixed is not None
@@ -300,8 +309,10 @@ class Saver:
                 committed=partial(_prune, place, settings),
             )
         except BaseException as error:
+            # Others may be in the job already, and would wait there for the time-out.
             board.fail(f"{type(error).__name__}: {error}")
             raise
+        # Behind the one before: removals of two saves go through one folder one after the other.
         pending = self._last = PendingSave(job, before=self._last)
         if asynchronous:
             self._pending = pending
@@ -323,6 +334,7 @@ class Saver:
 
         try:
             return images, together(self._engine.mesh.world_group.control, reserve)
+        # RuntimeError is how `together` tells of another rank.
         except (OSError, RuntimeError) as error:
             warnings.warn(
                 f"a save in the background needs room in offload.nvme_path, so that the state it writes can change "
@@ -367,18 +379,21 @@ class Saver:
             scalars={str(number): table.scalars for number, table in enumerate(tables)},
             param_groups={str(number): each for number, each in enumerate(groups)},
             counters=dict(counters),
+            # The text is made at the end of the save, when the caller may have changed what he gave.
             user={**copy.deepcopy(dict(user)), OWN: own},
         )
 
     def _plan(self, whole: Catalog, tables: Sequence[OptimizerTable], dtype: torch.dtype | None) -> CheckpointPlan:
         """The files; those of the last save if nothing has changed."""
         key = (whole, [(table.kinds, table.shapes) for table in tables], dtype)
+        # The same object as long as nothing changes: by that the snapshot knows its places.
         if self._last_plan is None or self._last_plan[0] != key:
             shapes = {spec.name: spec.shape for spec in whole.weights}
             states = {
                 str(number): {
                     kind: [
                         TensorSpec(name, dtypes[name], table.shapes.get(kind, {}).get(name, shapes[name]))
+                        # In the order of the model, whichever ranks hold the states.
                         for name in whole.names()
                         if name in dtypes
                     ]
@@ -400,6 +415,7 @@ class Saver:
         world_group, timeout = self._engine.mesh.world_group, self._engine.config.config.checkpoint.timeout_seconds
         self._number += 1
         if self._store is None:
+            # Kept for all saves: each connection is one of the store's server, too.
             self._store = own_store(world_group.world_size)
         key = f"{world_group.barrier.prefix}/{self._number}"
         # All ranks have met since the save before, so all have left it.

@@ -66,6 +66,7 @@ def find_out(board: SaveBoard, parent: Path, token: str) -> Sharing:
     try:
         return _ask(board, parent, token)
     finally:
+        # Also after an error: a mark that stays would be a rank's that nobody asks.
         remove(parent / mark_name(token, board.rank))
 
 
@@ -92,6 +93,7 @@ def _ask(board: SaveBoard, parent: Path, token: str) -> Sharing:
         board.post("placed")
         sees = True
     else:
+        # Before this rank looks: a file that comes later would seem to be on another host's disk.
         board.wait("placed", 0)
         sees = _is_there(parent, token, 0)
     board.send("looked", json.dumps(sees).encode())
@@ -109,6 +111,7 @@ def _ask(board: SaveBoard, parent: Path, token: str) -> Sharing:
 def _leaders(board: SaveBoard, parent: Path, token: str) -> Sharing:
     if board.rank != 0:
         leave_mark(parent / mark_name(token, board.rank))
+    # All marks are there before anybody looks, and the lowest that a rank sees is its host's leader.
     board.post("named")
     board.wait("named")
     leader = next(rank for rank in range(board.world_size) if _is_there(parent, token, rank))
@@ -195,6 +198,7 @@ class SavePlaces:
         return rank == (0 if sharing is None else sharing.leader)
 
     def _sharing(self, place: SavePlace, board: SaveBoard, token: str, known: bool) -> Sharing:
+        # The setting is the user's word: nothing has to be asked.
         if self._layout == "shared":
             return Sharing(True, 0)
         if not known:
@@ -223,6 +227,7 @@ def prune_remote(url: str, keep_last: int, keep_every: int) -> None:
     names = folder.names()
     latest = folder.read(LATEST_NAME).decode().strip() if LATEST_NAME in names else None
     found = []
+    # Whatever is no checkpoint of this format is neither counted nor removed.
     for name in set(names) - {LATEST_NAME}:
         try:
             manifest = folder.child(name).manifest()
@@ -286,6 +291,7 @@ class SaveJob:
             FailedElsewhereError: What went wrong on another.
         """
         with self.board.alive():
+            # Inside, as it is many messages to the store, and the others watch this rank already.
             self.board.clear_earlier()
             self._run(threads, bytes_per_second, tell)
 
@@ -298,7 +304,9 @@ class SaveJob:
                 tell(nbytes)
 
         try:
+            # On every rank: hosts with directories of their own have to make them.
             self.writer.prepare(self.plan)
+            # Before others write: they open files that rank 0 makes, or make some that it could take for leftovers.
             if first:
                 self.board.post("prepared")
             else:
@@ -306,16 +314,19 @@ class SaveJob:
             self.writer.write_files(self.own_files)
             self.writer.write_all(self.pieces, threads=threads, bytes_per_second=bytes_per_second, wrote=wrote)
             self.board.post("written")
+            # From here on rank 0 may be renaming it: a failure on another rank removes nothing any more.
             written = not first
             if not first:
                 self.writer.follow()
                 self._await_commit()
                 return
+            # All bytes are on the disk before the manifest says so.
             self.board.wait("written")
             self.writer.commit(self.manifest, self.extra_files, update_latest=self.update_latest)
         except BaseException as error:
             self._fail(error, leave=written)
             raise
+        # Outside: a checkpoint that is there is not given up because others cannot be told.
         self.board.post("committed")
 
     def clean_up(self) -> None:
@@ -365,6 +376,7 @@ class PendingSave:
         self._before = before
         self._over, self._process = threading.Event(), os.getpid()
         self._cleaned = threading.Event()
+        # Until a thread begins: a save that its caller carries out has nobody to wait for.
         self._over.set()
         self._cleaned.set()
         self._error: BaseException | None = None
@@ -393,6 +405,7 @@ class PendingSave:
             OSError, ValueError, RuntimeError: Why it is not, on this rank or on another; once.
         """
         self.join()
+        # Its error is told here, and not once more at exit.
         atexit.unregister(self.wait)
         if self._error is not None and not self._raised:
             self._raised = True
@@ -403,6 +416,7 @@ class PendingSave:
 
         What goes wrong with it is a warning: the save is over, on all ranks alike.
         """
+        # An action is in the list before the thread takes it, or sees that it was taken: none is lost.
         with self._lock:
             if self._afterwards is not None:
                 self._afterwards.append((action, failed))
@@ -430,12 +444,14 @@ class PendingSave:
             with progress("saving", job.nbytes, job.board.rank) as tell:
                 job.run(threads=_THREADS, bytes_per_second=None, tell=tell)
         except BaseException:
+            # No thread lets go of it later.
             self._before = None
             raise
         self._in_thread(partial(self._end, job.clean_up))
 
     def start(self, bytes_per_second: float | None) -> None:
         """Carry it out in the background, no faster than that."""
+        # Before the thread is there, which may be over at once.
         self._over.clear()
         self._in_thread(partial(self._write, self._take(), bytes_per_second))
 
@@ -455,26 +471,33 @@ class PendingSave:
 
     def _write(self, job: SaveJob, bytes_per_second: float | None) -> None:
         try:
+            # It writes itself, for it mostly waits for the disk.
             job.run(threads=0, bytes_per_second=bytes_per_second)
         except BaseException as error:
+            # Every error, kept for whoever waits: a thread has no caller.
             self._error = error
         self._end(job.clean_up)
 
     def _end(self, clean_up: Callable[[], object]) -> None:
         """Tell that it is over, and do what was to be done then."""
+        # Before anybody who waits goes on: what he asks for then comes behind it.
         self.then(clean_up)
         self._over.set()
+        # A chain of all saves would keep them alive.
         before, self._before = self._before, None
         try:
             if before is not None:
+                # Two removals at once would find each other's directories in the folder.
                 before._cleaned.wait()
             self._do_afterwards()
         finally:
+            # Also after an error: `finish` waits for it.
             self._cleaned.set()
 
     def _do_afterwards(self) -> None:
         with self._lock:
             actions, self._afterwards = self._afterwards, None
+        # Outside of the lock: an action may take long, or ask for another.
         for action, failed in actions or []:
             if failed == (self._error is not None):
                 try:

@@ -91,6 +91,7 @@ def _part(file: Path, offset: int, nbytes: int) -> bytearray:
     fd = open_regular(file)
     try:
         with memoryview(content) as memory:
+            # A read may give less than was asked for; nothing at all is the end of the file.
             while done < nbytes and (count := os.preadv(fd, [memory[done:]], offset + done)):
                 done += count
     finally:
@@ -99,6 +100,7 @@ def _part(file: Path, offset: int, nbytes: int) -> bytearray:
     return content
 
 
+# Memory of the copy that is handed over, and of one that comes from a device.
 _CHUNK_BYTES = 8 << 20
 
 
@@ -169,6 +171,7 @@ class RemoteFolder(Storage):
 
     def sizes(self, path: str = "") -> dict[str, int | None]:
         """Name -> bytes of what lies directly in a folder, in one request; None for folders."""
+        # fsspec remembers listings, and other processes write here.
         self._fs.invalidate_cache()
         try:
             found = self._fs.ls(self._path(path), detail=True)
@@ -198,6 +201,7 @@ class RemoteFolder(Storage):
         paths = [self._path(path) for path, _, _ in ranges]
         starts = [offset for _, offset, _ in ranges]
         stops = [offset + nbytes for _, offset, nbytes in ranges]
+        # All at once: a store's answers take long, and come side by side.
         return [bytearray(content) for content in self._fs.cat_ranges(paths, starts, stops, on_error="raise")]
 
     def put(self, path: str, content: bytes) -> None:
@@ -212,6 +216,7 @@ class RemoteFolder(Storage):
 
     def remove(self, path: str = "") -> None:
         """Removes an object, or all under a path; nothing there is no error."""
+        # What is removed is found by a listing, which fsspec may remember.
         self._fs.invalidate_cache()
         try:
             self._fs.rm(self._path(path), recursive=True)
@@ -299,6 +304,7 @@ def newest_complete_at(folder: RemoteFolder, without: str = "") -> tuple[RemoteF
         if name not in (without, LATEST_NAME):
             with contextlib.suppress(ValueError):
                 found.append(_complete(folder, name))
+    # By steps: not all of fsspec's stores tell when an object was written.
     return max(found, key=lambda entry: (entry[1].counters.get("global_steps") or 0, entry[0].url), default=None)
 
 
@@ -331,6 +337,7 @@ class RemotePieceWriter(PieceWriter):
             OSError: if the store fails.
         """
         self._plan = plan
+        # One rank: the others wait for it before their first byte, so nothing of theirs can be removed.
         if self.rank != 0:
             return
         names = self._remote.names()
@@ -341,6 +348,7 @@ class RemotePieceWriter(PieceWriter):
             raise ValueError(
                 f"{self._remote.url} is not a checkpoint and holds {foreign[:3]}; it will not be overwritten"
             )
+        # The checkpoint that is there stays whole until the new manifest is.
         kept = self._old.pieces.folder if self._old is not None and self._old.pieces is not None else None
         for name in names:
             if name.startswith(FOLDER_PREFIX) and name != kept:
@@ -360,13 +368,17 @@ class RemotePieceWriter(PieceWriter):
             return
         described, small = self._described(manifest, extra_files or {})
         text = described.to_json()
+        # Before the manifest, which names them.
         for path, content in small.items():
             self._put(path, content)
+        # Before the call, which may fail although the manifest has arrived.
         self._sent_manifest = True
         self._remote.put(MANIFEST_NAME, text)
+        # Behind the manifest: it never names what is not there.
         if update_latest:
             parent, name = self._remote.parent()
             parent.put(LATEST_NAME, f"{name}\n".encode())
+        # Last: until the manifest is replaced, readers follow the old one to the old pieces.
         self._remove_old()
 
     def abandon(self) -> None:
@@ -377,10 +389,12 @@ class RemotePieceWriter(PieceWriter):
         if self._sent_manifest:  # and perhaps it arrived, though the store said otherwise or nothing
             try:
                 manifest = self._remote.manifest()
+            # In doubt all pieces stay: a manifest without its pieces is worse than pieces without a manifest.
             except (OSError, ValueError):
                 return
             if manifest is not None and manifest.save == self._token:
                 return
+        # The error that led here is the one to be told; the next save removes the rest.
         with contextlib.suppress(OSError):
             self._remote.remove(self.folder)
 
@@ -406,6 +420,7 @@ class RemotePieceWriter(PieceWriter):
             for name in self._remote.names():
                 if name.startswith(FOLDER_PREFIX) and name != self.folder:
                     self._remote.remove(name)
+            # It was an ordinary checkpoint that somebody uploaded.
             if old is not None and old.pieces is None:
                 for path in old.files:
                     self._remote.remove(path)
@@ -428,6 +443,7 @@ class _ObjectSink:
             chunk = memory_of(host := flat[begin : begin + _CHUNK_BYTES].cpu())
             self._pace.wait(len(chunk))
             seen(chunk)
+            # A copy: fsspec may keep what it is given until it sends it, and this memory is a tensor's.
             self._file.write(bytes(chunk))
             if self._wrote is not None:
                 self._wrote(host.numel())

@@ -149,6 +149,7 @@ class SaveWriter(ABC):
             ValueError: if a path is not free, or leads out of the checkpoint.
             OSError: if the file system fails.
         """
+        # Before any is written, since they become paths.
         self._prepared_plan().check_extra_files(files)
         for path, content in files.items():
             self._put(path, content)
@@ -207,6 +208,7 @@ class SaveWriter(ABC):
         for begin, end in blocks_of(piece.start, stop, piece.data.element_size()):
             checksum = xxhash.xxh3_64()
             yield begin, piece.data[begin - piece.start : end - piece.start], checksum.update
+            # Reached when whoever iterates has handed the whole block on.
             self._checksums.add(path, piece.name, Block(begin, end, checksum.hexdigest()))
 
     def _completed(
@@ -216,6 +218,7 @@ class SaveWriter(ABC):
         plan = self._prepared_plan()
         check_free_of(own_files, small)
         small = {**plan.generated, **small}
+        # Receipts come rank by rank.
         checksums.sort()
         checksums.files |= {layout.path: checksum_of(layout.header) for layout in plan.layouts}
         checksums.files |= {path: checksum_of(content) for path, content in small.items()}
@@ -230,6 +233,7 @@ def check_piece(layout: FileLayout, piece: AnyPiece) -> None:
         raise TypeError(f"piece of tensor {piece.name!r} has dtype {piece.dtype}, the file has {spec.dtype}")
     if isinstance(piece, Piece):
         _check_data(piece)
+    # It raises where the range is not within the tensor.
     layout.span(piece.name, piece.start, piece.start + piece.numel)
 
 
@@ -262,6 +266,7 @@ def unlisted(target: Path) -> list[Path]:
 
 def check_free_space(parent: Path, needed: int) -> None:
     """Raises OSError (ENOSPC) if the file system has too little room."""
+    # A clear message for the usual case; what others take meanwhile is found when space is reserved.
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"the checkpoint takes {needed} bytes, {free} are free", str(parent))
@@ -319,9 +324,11 @@ class CheckpointWriter(SaveWriter):
             return
         check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
+        # Before free space is counted: leftovers may be what fills the disk.
         remove_leftovers_of(self.directory, RECEIPTS_NAME)
         remove_leftovers(self.directory.parent, RECEIPTS_NAME)
         check_free_space(self.directory.parent, plan.total_bytes)
+        # Before the first file: what a kill leaves behind without a mark stays for good.
         make_signed(self.temporary / RECEIPTS_NAME)
         for layout in plan.layouts:
             path = self.temporary / layout.path
@@ -364,6 +371,7 @@ class CheckpointWriter(SaveWriter):
             raise _named(error, disk.failed_at, plan) from error
         finally:
             disk.close()
+        # Last: what it lists is on the disk.
         self._leave_receipt()
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
@@ -408,6 +416,7 @@ class CheckpointWriter(SaveWriter):
         extra_files = extra_files or {}
         plan.check_extra_files(extra_files)
         plan.check_manifest(manifest)
+        # Before the commit's first byte: a hole, or what JSON cannot hold, is an error while nothing has changed.
         described = self._completed(manifest, *self._gathered(plan), extra_files)
         text = described.to_json()
         for name, content in extra_files.items():
@@ -417,7 +426,9 @@ class CheckpointWriter(SaveWriter):
                 path.write_bytes(content)
         self._seal(described.files, text)
         self._replaced = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
+        # Only under its own name: a save that is killed before the rename is known by the mark in it.
         remove(self.directory / RECEIPTS_NAME)
+        # Behind the rename: it never names what is not there.
         if update_latest:
             replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())
         if not self._cleans_later:
@@ -427,6 +438,7 @@ class CheckpointWriter(SaveWriter):
         """Removes what had the checkpoint's name before `commit`; rank 0 acts."""
         if self._replaced is not None:
             remove(self._replaced)
+        # Until a checkpoint has the name, one of these may be the only one left.
         for stale in all_beside(self.directory, "old") if self.rank == 0 else ():
             remove(stale)
 
@@ -444,6 +456,7 @@ class CheckpointWriter(SaveWriter):
         return Manifest.read(self.directory)
 
     def _write_piece(self, disk: DiskWriter, layout: FileLayout, piece: Piece) -> None:
+        # Before the write: elements that were written are not written over.
         self._coverage.add(layout.path, piece.name, piece.start, piece.start + piece.numel)
         for begin, part, seen in self._in_blocks(layout.path, piece):
             offset, _ = layout.span(piece.name, begin, begin + part.numel())
@@ -473,6 +486,7 @@ class CheckpointWriter(SaveWriter):
     def _seal(self, files: Iterable[str], manifest: bytes) -> None:
         """Flushes all files, then the manifest, then the directories."""
         directories = {self.temporary}
+        # Also what ranks have flushed: headers and generated files were written without it.
         for name in files:
             path = self.temporary / name
             sync(path)
@@ -480,8 +494,10 @@ class CheckpointWriter(SaveWriter):
             directories.update(self.temporary / parent for parent in inner)
         for receipt in (self.temporary / RECEIPTS_NAME).glob("rank-*.json"):
             remove(receipt)  # the name of who writes this stays until the directory has its own
+        # Files' names last only once their directories are flushed.
         for directory in directories:
             sync(directory)
+        # Behind all that it names: it is the sign that everything is on the disk.
         write_file(self.temporary / MANIFEST_NAME, manifest)
         sync(self.temporary)
 

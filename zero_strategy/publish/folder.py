@@ -38,6 +38,7 @@ MOST_RECORD_BYTES = 256 << 20
 """Of a record; it has a line's worth for each parameter and rank."""
 _SUM = "sha256"
 _NAME = re.compile(r"(anchor|delta)-(\d{8,15})", re.ASCII)
+# No name begins with a dot: such are written under it and then renamed, or are the lock.
 _FILE = re.compile(r"(?:[A-Za-z0-9_][\w.\-]*/)*[A-Za-z0-9_][\w.\-]*", re.ASCII)
 _MOST_PATH, _MOST_FILE_NAME = 1024, 255
 
@@ -104,6 +105,7 @@ def read_record(path: Path) -> Version:
         ValueError: If it is damaged; names it.
     """
     found = next(path.glob(f"*/files/{RECORD}"), path / RECORD)  # in the pieces of a checkpoint in a store
+    # Bounded: a server, or somebody in the folder, may give any file.
     return parse_record(read_regular(found, MOST_RECORD_BYTES), str(path / RECORD))
 
 
@@ -138,6 +140,7 @@ def parse_record(content: bytes, source: str) -> Version:
 
 
 def _is_count(value: object) -> bool:
+    # A bool is an int, and the sum of two such numbers fits an int64.
     return type(value) is int and 0 <= value < 1 << 62
 
 
@@ -155,6 +158,7 @@ class Digest:
 
     def add(self, key: str, words: Words) -> None:
         """The next values."""
+        # The NUL keeps keys and values apart, whatever either of them is.
         self._state.update(key.encode() + b"\0")
         self._state.update(cast(Any, words))
 
@@ -253,6 +257,7 @@ def read_delta_file(path: Path, digest: str, most: int) -> bytes:
         ValueError: If it is not what was written; names it.
     """
     content = read_regular(path, most)
+    # The very bytes that are used next: a second read could give others.
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{shown(path)} is damaged: its {len(content)} bytes are not those that were written")
     return content
@@ -324,15 +329,19 @@ class Directory:
     def finish(self, version: Version) -> None:
         """See `Target`."""
         path = self._folder.delta(version.number)
+        # The ranks' files have lasting names before the record counts them.
         sync(path)
         write_file(path / f".{RECORD}", record_of(version))
+        # Written under another name first: a reader never sees a part of it.
         os.replace(path / f".{RECORD}", path / RECORD)
         sync(path)
+        # The version's own name, too, or a loss of power leaves a gap that later changes need.
         sync(self._folder.directory)
 
     def prune(self, keep: int) -> None:
         """See `Target`."""
         anchors = self._folder.anchors()
+        # Unfinished ones as well: with an anchor behind them nobody will finish them.
         for _, number, path in self._folder.found() if len(anchors) > keep else ():
             if number < anchors[-keep]:
                 remove(path)

@@ -44,9 +44,11 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / LOCK_NAME
+        # No link is followed, behind which a file would be overwritten, and no pipe is waited at.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(path, flags, 0o644)
         try:
+            # Before the name is written: only its holder says whose it is.
             _take(fd, path)
             owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
             with naming(path):
@@ -55,6 +57,7 @@ class FolderLock:
         except BaseException:
             os.close(fd)
             raise
+        # The descriptor is the lock: it goes with this object, or with the process.
         self._end = weakref.finalize(self, os.close, fd)
 
     @property
@@ -70,11 +73,13 @@ def _take(fd: int, path: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
+            # Not every file system can: better without than not at all.
             if error.errno in _NO_LOCKS:
                 return
             if error.errno != errno.EWOULDBLOCK:
                 raise
         owner, lives = _owner(path)
+        # A living training does not let go; of a dead one its children may, soon.
         if lives or time.monotonic() > end:
             raise ValueError(
                 f"{shown(path.parent)}: another training publishes there ({owner}): end it, call its "
@@ -91,5 +96,6 @@ def _owner(path: Path) -> tuple[str, bool]:
     if not isinstance(found, dict) or type(found.get("pid")) is not int:
         return "it has not said which", False
     pid, host = found["pid"], found.get("host")
+    # Another host's processes cannot be seen here.
     lives = host == socket.gethostname() and 0 < pid < 1 << 31 and Path(f"/proc/{pid}").exists()
     return f"process {pid} on {brief(host)}", lives

@@ -84,6 +84,7 @@ class _TimedSocket(socket.socket):
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the answer has not come in time")
+        # Anew for each read: the time that is left, and not the whole.
         self.settimeout(None if left == math.inf else left)
         return super().recv_into(*args, **options)
 
@@ -91,10 +92,12 @@ class _TimedSocket(socket.socket):
 class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         super().connect()
+        # http.client makes a plain socket, whose time-out begins anew with every byte that comes.
         self.sock = _TimedSocket(fileno=self.sock.detach())
 
     def ends(self, at: float) -> None:
         """Set when what is sent and read has to be done."""
+        # Not zero, which means not to wait at all.
         self.timeout = max(at - time.monotonic(), 0.001)
         if isinstance(self.sock, _TimedSocket):
             self.sock.end = at
@@ -124,6 +127,7 @@ class ServedVersions:
             raise ValueError(f"{shown(url)}: expected http://host:port, as publisher.serve(...) gives it")
         if not token:
             raise ValueError(f"{url}: subscribe(url, token=...) needs the token that publisher.serve(...) gives")
+        # It becomes a header's text, which a line break would end.
         if not all("!" <= each <= "~" for each in token):
             raise ValueError(f"{url}: the token must be printable ASCII without spaces")
         self.end = math.inf
@@ -134,8 +138,10 @@ class ServedVersions:
     def names(self) -> list[str]:
         """See `Source`."""
         answer = self._answer("/", _ANSWER_SECONDS)
+        # One byte more than is allowed tells a listing that is too long.
         content = self._read(answer, MOST_LISTING_BYTES + 1)
         if len(content) > MOST_LISTING_BYTES:
+            # What is still to come would be taken for the next answer.
             self._connection.close()
             raise ConnectionError(f"{self._url}: its listing has more than {MOST_LISTING_BYTES} bytes")
         try:
@@ -154,12 +160,15 @@ class ServedVersions:
     def fetch(self, version: str, name: str, to: Path, nbytes: int) -> None:
         """See `Source`."""
         path, have = f"/{version}/{name}", to.stat().st_size if to.exists() else 0
+        # A file of no bytes has still to be made.
         if have == nbytes and nbytes:
             return
         seconds = _ANSWER_SECONDS + nbytes / _LEAST_BYTES_PER_SECOND
         answer = self._answer(path, seconds, start=have if have < nbytes else 0)
+        # A server may send the whole, asked for its end; and what is too long is not its beginning.
         if answer.status != http.HTTPStatus.PARTIAL_CONTENT or have > nbytes:
             have = 0
+        # Before a byte is written: the disk's room was counted by the listing.
         if answer.length != nbytes - have:
             self._connection.close()
             raise ConnectionError(f"{self._url}{path}: {answer.length} bytes are to come, not {nbytes - have}")
@@ -190,6 +199,7 @@ class ServedVersions:
                 self._connection.ends(end)
                 if self._connection.sock is None:
                     self._connection.connect()
+                    # Again, since a new socket has no end yet.
                     self._connection.ends(end)
                 self._connection.request("GET", path, headers=headers)
                 answer = self._connection.getresponse()
@@ -227,6 +237,7 @@ class StoredVersions:
     def files(self, version: str) -> Mapping[str, int]:
         """See `Source`."""
         found = dict(self._below(version, "", 0))
+        # Without it the version is still being written, or is being removed.
         return found if last_file(version) in found else {}
 
     def _below(self, version: str, path: str, depth: int) -> Iterator[tuple[str, int]]:
@@ -244,8 +255,10 @@ class StoredVersions:
         with open(to, "r+b" if have else "wb") as file:
             file.seek(have)
             while have < nbytes:
+                # Between requests: one that fsspec has begun cannot be ended from here.
                 if time.monotonic() > self.end:
                     raise ConnectionError(f"{self._folder.url}/{version}/{name} has not come in time")
+                # In parts, of which each is in memory; what has come is kept when the time is over.
                 asked = min(_STORED_CHUNK, nbytes - have)
                 (part,) = self._folder.read_ranges([(f"{version}/{name}", have, asked)])
                 if len(part) != asked:
@@ -284,6 +297,7 @@ class Mirror:
         self.directory = Path(tempfile.mkdtemp(prefix="zero-weights-", dir=directory))
         self._folder = VersionFolder(self.directory)
         self.lost = ""
+        # No copies of weights are left on a reader's disk, also where it ends with an error.
         weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
     def fetch(self, shown: Version | None, end: float = math.inf) -> None:
@@ -316,8 +330,10 @@ class Mirror:
         if record is None:
             return True  # it is not finished
         _check_files(name, {record: files[record]})
+        # Before it is fetched: the number is the source's word.
         if files[record] > MOST_RECORD_BYTES:
             raise ValueError(f"{name}/{record}: has {files[record]} bytes, and at most {MOST_RECORD_BYTES} are read")
+        # What is there is another version's record, and `fetch` would go on behind its bytes.
         path.unlink(missing_ok=True)
         self._source.fetch(name, record, path, files[record])
         return parse_record(read_regular(path, MOST_RECORD_BYTES), name).session == shown.session
@@ -343,20 +359,24 @@ class Mirror:
         if target.exists():
             return True
         files = self._source.files(version)
+        # Before the first becomes a path here.
         _check_files(version, files)
         part = self.directory / f".part-{version}"
         left = sum(files.values()) - sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
+        # Before the first byte: a disk that fills up harms others, too.
         if left > (room := shutil.disk_usage(self.directory).free):
             raise OSError(errno.ENOSPC, f"no room for the {left} bytes of {version}, {room} are free", str(part))
         for name, nbytes in files.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             self._source.fetch(version, name, part / name, nbytes)
+        # Renamed when it is whole: the folder's reader takes what has its name for finished.
         if files:
             os.replace(part, target)
         return bool(files)
 
     def drop(self, number: int | None = None) -> None:
         """Remove the versions up to this one, which have been applied; None: all."""
+        # After damage the beginnings of files go as well, or the same bytes would be gone on from.
         if number is None:
             for part in self.directory.glob(".part-*"):
                 shutil.rmtree(part, ignore_errors=True)

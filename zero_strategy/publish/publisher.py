@@ -94,13 +94,16 @@ class Publisher:
         self._engine, self._target = engine, target_of(to)
         self._dtype, self._anchor_every, self._keep = dtype, anchor_every, keep
         self._changes = ChangeRecorder(engine, dtype)
+        # Replicas have the same values: one of them writes.
         self._writes = engine.mesh.replicate.rank == 0
+        # Before the lock is taken: it must not be held for a publisher that never comes about.
         engine.mesh.barrier.wait_for_all(f"publish(to={shown(to)})")
         first = engine.mesh.world_group.rank == 0
         self._lock = together(engine.mesh.control, lambda: self._target.lock() if first else None)
         self._closed = False
         self._session: str
         self._number: int
+        # Rank 0's words count; a folder that others write to may look different a moment later.
         self._session, self._number = engine.mesh.control.all_gather_objects(
             (secrets.token_hex(8), self._target.last())
         )[0]
@@ -120,8 +123,10 @@ class Publisher:
 
     def close(self) -> None:
         """Publish no more: the server ends, and others may publish in the folder. A second call does nothing."""
+        # First: no version is begun in a folder that others may take.
         self._closed = True
         if self._server is not None:
+            # Before the lock goes: this server would give out another training's versions.
             self._server.close()
         self.release()
 
@@ -170,12 +175,15 @@ class Publisher:
 
     def _begin(self) -> Published:
         """The first version, or the first after a failure: an anchor and no change."""
+        # Also before a failure: a number that readers may have seen a part of is never used again.
         self._number += 1
         if self._writes:
+            # Before the values are read: what steps change afterwards is the first change.
             self._changes.begin()
         digests = [found for found in self._digests() if found]
         self._sizes = elements, dense = self._changes.sizes()
         self._write_anchor(digests)
+        # Only now: after an anchor that failed the next version must be one, too.
         self._known = True
         return Published(self._number, True, elements, elements, dense, dense)
 
@@ -197,8 +205,10 @@ class Publisher:
         self._anchored = self._number
 
         def look() -> None:
+            # On every rank: one that sees another folder would write its changes where no reader looks.
             if not self._target.has_anchor(self._number):
                 raise ValueError(f"{path} is not there on this rank: weights are published in a folder that all see")
+            # Behind the anchor: readers of what is removed now find the new one.
             if first:
                 self._target.prune(self._keep)
 
@@ -223,7 +233,9 @@ class Publisher:
             everyone = [one for one in control.all_gather_objects(together(control, write)) if one is not None]
             digests = [one[2] for one in everyone]
             version = self._version({one[0]: one[1] for one in everyone}, digests, [])
+            # Behind the gather: with its record the version counts, so all ranks' files must be there.
             together(control, lambda: self._target.finish(version) if control.rank == 0 else None)
+            # Behind the change of the same number: followers have no use for the anchor.
             if self._number - self._anchored >= self._anchor_every:
                 self._write_anchor(digests)
         except BaseException:

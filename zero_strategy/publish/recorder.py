@@ -81,11 +81,15 @@ class ChangeRecorder:
             log = self._logs.get(id(bucket))
             if log is None:
                 continue
+            # Before the count is compared: what was assigned to a parameter is a change that no step makes.
             bucket.follow_edits()
+            # The thread reads values as the last step left them, and this step changes them.
             self._await(log)
             if log.seen != bucket.generation:
                 log.payloads = None
+            # Until `after`: a step that fails in between leaves changes that nobody has coded.
             log.seen = None
+            # Each of these keeps former values in memory.
             while len(self._coding) >= _MOST_WAITING:
                 self._await(self._coding.pop(0))
             if log.payloads is not None:
@@ -115,6 +119,7 @@ class ChangeRecorder:
     def _await(self, log: _Log) -> None:
         """Wait for its coding; after an error there, which `take` raises, its changes are unknown."""
         job, log.coding = log.coding, None
+        # Kept for `take`: an exception here would leave the step half done, on this rank alone.
         if job is not None and (error := job.exception()) is not None:
             log.payloads = None
             self._errors.append(error)
@@ -134,9 +139,11 @@ class ChangeRecorder:
         """Forget changes: the present values are known to readers."""
         self._wait()
         self._logs = {id(bucket): _Log(list(_ranges(bucket))) for bucket in self._engine.model.buckets}
+        # Before values count as known: edits that wait are part of them.
         self._engine.model.follow_edits()
         self._know_all()
         self._buffers = {key: words_of(values).copy() for key, values in self._present_buffers()}
+        # Last: a step may call as soon as it is there.
         self._engine.model.recorders.add(self)
 
     def _know_all(self) -> None:
@@ -146,6 +153,7 @@ class ChangeRecorder:
 
     def take(self) -> tuple[dict[str, bytes], int]:
         """Payloads of what has changed since the last version, and how many elements; from now on readers know it."""
+        # First: payloads are the thread's until it has ended.
         self._wait()
         self._engine.model.follow_edits()
         found: dict[str, bytes] = {}
@@ -167,6 +175,7 @@ class ChangeRecorder:
         waiting, self._coding = self._coding, []
         for log in waiting:
             self._await(log)
+        # All at once: they are of one step, or follow from it, and the next version begins anew.
         errors, self._errors = self._errors, []
         for error in errors[:1]:
             raise error
@@ -181,6 +190,7 @@ class ChangeRecorder:
         """The digest of the present values; see `Digest`."""
         places = {each.key: (bucket, each) for bucket in self._engine.model.buckets for each in _ranges(bucket)}
         digest = Digest()
+        # The order of keys, in which a reader adds its values, too.
         for key in sorted(places.keys() | self._buffers.keys()):
             digest.add(key, words_of(self._values(*places[key])) if key in places else self._buffers[key])
         return digest.text()

@@ -72,13 +72,16 @@ class VersionServer:
         if len(self.token) < 16 or not all("!" <= each <= "~" for each in self.token):
             raise ValueError("the token must have at least 16 characters, printable ASCII without spaces")
         try:
+            # Nothing is answered before the thread begins: connections wait in the listening socket.
             self._server = _Server((host, port), _Handler)
         except OSError as error:
             raise OSError(error.errno, f"publishing on {host}:{port}: {error.strerror or error}") from None
         self._server.folder, self._server.token = VersionFolder(directory), self.token
         self.url = f"http://{host}:{self._server.server_address[1]}"
+        # A daemon: a training that is over does not wait for its readers.
         thread = threading.Thread(target=self._server.serve_forever, name="zero-serve", daemon=True)
         thread.start()
+        # It refers to the server alone, so that this object can go, and the port with it.
         self._end = weakref.finalize(self, _stop, self._server)
 
     def close(self) -> None:
@@ -87,6 +90,7 @@ class VersionServer:
 
 
 def _stop(server: _Server) -> None:
+    # No more are accepted before those that are open are ended: none is missed.
     server.shutdown()
     server.server_close()
     for connection in server.connections:
@@ -100,6 +104,7 @@ class _Server(http.server.ThreadingHTTPServer):
     token: str
 
     def __init__(self, *args: Any) -> None:
+        # Before the base listens; the thread that accepts and those of connections use the sets.
         self._lock = threading.Lock()
         self._waiting: dict[Any, None] = {}  # the oldest first
         self._readers: set[Any] = set()
@@ -114,6 +119,7 @@ class _Server(http.server.ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._waiting[request] = None
+            # The oldest: who has a token shows it at once.
             oldest = next(iter(self._waiting)) if len(self._waiting) > MOST_WAITING else None
             if oldest is not None:
                 del self._waiting[oldest]
@@ -125,6 +131,7 @@ class _Server(http.server.ThreadingHTTPServer):
     def admit(self, request: Any) -> bool:
         """Note that a connection has shown the token; False if there are too many such ones."""
         with self._lock:
+            # Also of one that is refused: it no longer counts among those without a token.
             self._waiting.pop(request, None)
             if request not in self._readers and len(self._readers) >= MOST_READERS:
                 return False
@@ -152,9 +159,11 @@ class _Handler(BoundedHandler):
     def do_GET(self) -> None:
         """Answer a request."""
         given = self.headers.get("Authorization", "")
+        # In constant time: a wrong token tells nothing of the right one. Headers come decoded as Latin-1.
         if not hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()):
             self._refuse(HTTPStatus.UNAUTHORIZED)
             return
+        # Behind the token: nobody without one takes a reader's place.
         if not self.server.admit(self.request):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE)
             return
@@ -178,6 +187,7 @@ class _Handler(BoundedHandler):
         with file:
             size = file.seek(0, 2)
             asked = re.fullmatch(r"bytes=(\d{1,18})-", self.headers.get("Range", ""), re.ASCII)
+            # Past the end the whole is sent: what the reader has is no beginning of this file.
             start = int(asked[1]) if asked and int(asked[1]) < size else 0
             file.seek(start)
             self._begin(size - start, f"bytes {start}-{size - 1}/{size}" if start else "")
@@ -195,6 +205,7 @@ class _Handler(BoundedHandler):
         self.send_header("Content-Length", "0")
         self.send_header("Connection", "close")
         self.end_headers()
+        # Who was refused begins anew, and is counted anew.
         self.close_connection = True
 
 

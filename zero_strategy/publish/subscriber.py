@@ -162,6 +162,7 @@ class Subscriber:
             try:
                 self._go_on()
             except ValueError:
+                # Earlier anchors would lead back from what is shown.
                 if self._shown is not None or not self._mirror.bring_earlier_anchors():
                     self._mirror.drop()
                     raise
@@ -176,10 +177,12 @@ class Subscriber:
             if not anchors:
                 return
             shown = self._read_newest(anchors)
+        # One after the other: a change holds of the version before it alone.
         while (path := self._folder.delta(shown.number + 1)) and (path / RECORD).is_file():
             try:
                 shown = self._read_change(path, shown)
             except ValueError:
+                # An anchor behind the damage has the values that the change would have led to.
                 newer = [number for number in self._folder.anchors() if number > shown.number]
                 if not newer:
                     raise
@@ -201,6 +204,7 @@ class Subscriber:
         """True if the changes after what is shown are there, and no anchor of another session is newer."""
         if newest <= shown.number:
             return True
+        # A training that began anew goes on with other values under higher numbers.
         if read_record(self._folder.anchor(newest)).session != shown.session:
             return False
         return (self._folder.delta(shown.number + 1) / RECORD).is_file()
@@ -221,13 +225,16 @@ class Subscriber:
             version, reader = read_record(path), open_any(path)
             tensors = {name: reader.full(name) for name in reader.weights}
         except ValueError:
+            # By the file that counts: a removal and damage look alike otherwise.
             if (path / MANIFEST_NAME).is_file():
                 raise
             raise FileNotFoundError(path) from None  # removed while it was read
         flat = {name: tensor.view(-1) for name, tensor in tensors.items()}
         places = [[(str(name), int(start), int(numel)) for name, start, numel in rank] for rank in version.slices]
+        # Before anything of it is shown.
         self._compare(path, version, flat, places)
         tensors |= {alias: tensors[name] for alias, name in reader.aliases.items() if name in tensors}
+        # Together, at the end: what was shown before stays whole until then.
         self._tensors, self._flat, self._places, self._shown = tensors, flat, places, version
         return version
 
@@ -241,6 +248,7 @@ class Subscriber:
         if (version.session, version.number) != (shown.session, shown.number + 1):
             raise ValueError(f"{path} is a change of another session's values than those that are shown")
         try:
+            # All files before the first value: a change is applied whole or not at all.
             contents = {
                 path / name: read_delta_file(path / name, digest, self._most_bytes())
                 for name, digest in version.files.items()
@@ -258,6 +266,7 @@ class Subscriber:
                     apply(data, words_of(self._flat[name][start : start + elements_of(data)]))
                 except (ValueError, OverflowError) as error:
                     raise ValueError(f"{file} changes {brief(name)} at {start}: {error}") from None
+        # The trainer's own digests: whatever went wrong on the way shows in them.
         self._compare(path, version, self._flat, self._places)
         self._shown = version
         return version

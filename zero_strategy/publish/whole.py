@@ -97,11 +97,13 @@ class WholeWeights:
         root = engine.module if module is None else module
         if module is not None and all(module is not each for each in engine.module.modules()):
             raise ValueError(f"module={type(module).__name__}(...) is no part of the engine's module")
+        # Nothing can be PEFT's where it was not imported, and its import takes seconds.
         sources = list(_sources(root, merge_adapters and "peft" in sys.modules))
         self._convert = _reverse_conversion(root, [source.hollow for source in sources])
         parts = [
             _Part(made_at_once, self._converted(_joined(source.hollow for source in made_at_once)))
             for unit in _by_unit(engine, sources)
+            # What transformers joins comes from one unit, so that unit is made at once; otherwise each tensor alone.
             for made_at_once in ([unit] if self._convert is not None else [[source] for source in unit])
         ]
         known = [name for part in parts for name in part.coming]
@@ -130,13 +132,17 @@ class WholeWeights:
         """
         engine = self._engine
         engine.model.moved.check("weights()", (PARAMETERS,))
+        # A rank that does not come is named; a gather would wait for its time-out.
         engine.mesh.barrier.wait_for_all("weights()")
         for parts in _by_unit(engine, self._parts):
+            # Once for all parts of a unit: a gather brings whole buckets.
             with engine.model.gathered(p for part in parts for p in part.needs if isinstance(p, nn.Parameter)):
                 for part in parts:
+                    # Not around the yield: what the caller does with a tensor is his own.
                     with torch.no_grad():
                         made = self._converted(_joined(source.make() for source in part.sources))
                     for name in list(made):
+                        # Taken out: a copy goes as soon as its reader has gone on.
                         tensor = made.pop(name)
                         if name in self._names:
                             yield name, tensor.to(self._dtype_of(tensor))
@@ -200,8 +206,10 @@ def _merged(prefix: str, layer: Any) -> _Source:
     """The base weights of a layer of PEFT with its active adapters in them."""
 
     def make() -> dict[str, Tensor]:
+        # PEFT merges in place, and the layer goes on being trained.
         merged = copy.deepcopy(layer)
         for each in reversed([each for each in merged.modules() if isinstance(each, _tuner_layer())]):
+            # An adapter that is merged already would be added twice.
             adapters = [name for name in each.active_adapters if name not in each.merged_adapters]
             if adapters:
                 each.merge(adapter_names=adapters)
@@ -245,6 +253,7 @@ class _Adapters:
         self._layers: dict[str, Any] = {}
         self._copies: dict[str, str] = {}
         for path, layer in module.named_modules():
+            # A layer inside of another one is merged with it.
             if isinstance(layer, _tuner_layer()) and not any(path.startswith(f"{outer}.") for outer in self._layers):
                 divided = [name for name, parameter in layer.named_parameters() if is_dtensor(parameter)]
                 if divided:
@@ -267,6 +276,7 @@ class _Adapters:
                 if path in self._given:
                     return []
                 self._given.add(path)
+                # PEFT keeps a layer with trainable tokens under this name, inside of what stands in its place.
                 return [_merged(self._in_base(path).removesuffix(".token_adapter") + ".", self._layers[path])]
             if path in self._copies:
                 copied, rest = self._copies[path], name[len(path) + 1 :]
