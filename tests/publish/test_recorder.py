@@ -186,3 +186,38 @@ def test_an_error_of_the_thread_is_raised_and_the_next_version_is_whole(tmp_path
     run.step()
     run.compare()
     run.engine.close()
+
+
+def held(run: Run) -> int:
+    """Bytes of the changes that wait for the next version."""
+    changes = run.published._changes
+    changes._wait()
+    return sum(len(data) for log in changes._logs.values() for data in (log.payloads or {}).values())
+
+
+def test_changes_of_many_steps_take_no_more_memory_than_the_values(tmp_path: Path) -> None:
+    run = Run(str(tmp_path), 2)
+    dense, most = run.published.last.dense, 0
+    for _ in range(12):
+        run.step()
+        most = max(most, held(run))
+    assert 0 < most <= dense
+    with counted() as found:
+        run.compare()
+    assert found["dense"]
+    with counted() as found:
+        run.step()
+        run.compare()
+    assert found["coded"] and not found["dense"]
+    run.engine.close()
+
+
+def test_nothing_is_recorded_once_the_publisher_is_closed(tmp_path: Path) -> None:
+    run = Run(str(tmp_path), 2)
+    run.step()
+    run.published.close()
+    with counted() as found:
+        run.step()
+    assert found == {"coded": 0, "dense": 0, "former": 0} and held(run) == 0
+    run.engine.close(gather=True)
+    run.published.close()  # a second time, without a model

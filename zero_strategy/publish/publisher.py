@@ -125,6 +125,8 @@ class Publisher:
         """Publish no more: the server ends, and others may publish in the folder. A second call does nothing."""
         # First: no version is begun in a folder that others may take.
         self._closed = True
+        # Or steps would go on to code changes that nobody takes.
+        self._changes.end()
         if self._server is not None:
             # Before the lock goes: this server would give out another training's versions.
             self._server.close()

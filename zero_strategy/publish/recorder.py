@@ -44,6 +44,7 @@ class _Log:
 
     Attributes:
         ranges: Of this rank's slice.
+        most: Bytes of its values, beyond which changes are dropped.
         seen: The bucket's generation up to which all changes are known; None: within a step.
         payloads: Coded changes by key, one after the other; None: these are unknown, or more than the values.
         former: Values before the step that is under way.
@@ -51,6 +52,7 @@ class _Log:
     """
 
     ranges: list[_Range]
+    most: int
     seen: int | None = None
     payloads: dict[str, bytes] | None = field(default_factory=dict)
     former: list[Words] = field(default_factory=list)
@@ -67,6 +69,8 @@ class ChangeRecorder:
 
     def __init__(self, engine: TrainState, dtype: torch.dtype | None) -> None:
         self._engine, self._dtype = engine, dtype
+        # Kept apart: a publisher may be closed when the engine has given its model back.
+        self._recorders = engine.model.recorders
         self._logs: dict[int, _Log] = {}
         self._buffers: dict[str, Words] = {}
         self._thread = BackgroundWorker("zero-publish")
@@ -128,8 +132,14 @@ class ChangeRecorder:
     def _code(log: _Log, former: list[Words], now: Iterable[Words]) -> None:
         """Code changes, in the thread; the bucket's next `before` waits for it: values are those after this step."""
         assert log.payloads is not None
+        held = sum(map(len, log.payloads.values()))
         for each, words, new in zip(log.ranges, former, now, strict=True):
             payload = encode(words, new)
+            held += len(payload)
+            # At once, not in `take`: many steps may come before it, and each adds its changes.
+            if held > log.most:
+                log.payloads = None
+                return
             if payload:
                 log.payloads[each.key] = log.payloads.get(each.key, b"") + payload
 
@@ -138,13 +148,25 @@ class ChangeRecorder:
     def begin(self) -> None:
         """Forget changes: the present values are known to readers."""
         self._wait()
-        self._logs = {id(bucket): _Log(list(_ranges(bucket))) for bucket in self._engine.model.buckets}
+        self._logs = {id(bucket): self._new_log(bucket) for bucket in self._engine.model.buckets}
         # Before values count as known: edits that wait are part of them.
         self._engine.model.follow_edits()
         self._know_all()
         self._buffers = {key: words_of(values).copy() for key, values in self._present_buffers()}
         # Last: a step may call as soon as it is there.
-        self._engine.model.recorders.add(self)
+        self._recorders.add(self)
+
+    def end(self) -> None:
+        """Record nothing any more."""
+        self._recorders.discard(self)
+        # Until it is over the thread reads values, which may go once this returns; errors have nobody to hear of them.
+        for log in self._coding:
+            self._await(log)
+        self._logs, self._buffers, self._coding, self._errors = {}, {}, [], []
+
+    def _new_log(self, bucket: ParameterBucket) -> _Log:
+        ranges = list(_ranges(bucket))
+        return _Log(ranges, sum(each.numel for each in ranges) * self._converted(bucket.dtype).itemsize)
 
     def _know_all(self) -> None:
         for bucket in self._engine.model.buckets:
@@ -160,7 +182,7 @@ class ChangeRecorder:
         for bucket in self._engine.model.buckets:
             log = self._logs[id(bucket)]
             known = log.payloads if log.seen == bucket.generation else None
-            if known is None or sum(map(len, known.values())) > self._nbytes(bucket, log):
+            if known is None:
                 known = {each.key: dense(words_of(self._values(bucket, each))) for each in log.ranges}
             found |= known
         for key, values in self._present_buffers():
@@ -200,9 +222,6 @@ class ChangeRecorder:
         tensors = [tensor for _, tensor in state_dict_entries(self._engine.module)]
         nbytes = sum(tensor.numel() * self._converted(tensor.dtype).itemsize for tensor in tensors)
         return sum(tensor.numel() for tensor in tensors), nbytes
-
-    def _nbytes(self, bucket: ParameterBucket, log: _Log) -> int:
-        return sum(each.numel for each in log.ranges) * self._converted(bucket.dtype).itemsize
 
     def _converted(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
