@@ -440,7 +440,7 @@ def get_cuda_rng_tracker(
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's default state and the tracker's, in place of `torch.cuda.manual_seed`; see `seeds.py`.
+    """Seed the device's default state and the tracker's, in place of `torch.cuda.manual_seed`; see `rng.py`.
 
     To be called on all ranks with one seed, after `configure(mpu_)`, which says where this process is.
 
