@@ -293,6 +293,8 @@ class ZeroEngine:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         sharded = self.sharded(optimizer)
         self.model.moved.check("an optimizer's step")
+        # With the other refusals, before gradients are reduced: a load fails on all ranks, and so do their next steps.
+        self._loader.check_whole("an optimizer's step", [sharded])
         self.observed.mark("step begins")
         # What ranks agreed upon in the last reduction, those that train other parts too; a save in the background that
         # failed is raised here, before anything changes.
@@ -604,6 +606,7 @@ class ZeroEngine:
                 background: at the next optimizer step, the next save, `wait()`, or at exit.
         """
         self.model.moved.check("saving a checkpoint")
+        self._loader.check_whole("saving a checkpoint", self.optimizers if optimizers else ())
         with self.mesh.observed.span("save", os.fspath(directory)):
             return self.saver.save(
                 directory,
@@ -796,7 +799,9 @@ class ZeroEngine:
             ValueError: If its param groups do not fit.
         """
         self.model.moved.check("load_optimizer_state_dict()")
-        self.sharded(optimizer).load_whole(state_dict)
+        sharded = self.sharded(optimizer)
+        sharded.load_whole(state_dict)
+        self._loader.loaded(sharded)
 
     # ---- states that are on the host for a while ----
 

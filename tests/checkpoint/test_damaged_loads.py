@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -89,3 +90,50 @@ def test_200_faults_are_all_found_and_named(ranks: Launcher, tmp_path: Path) -> 
         for fault, loading, verifying in found:
             assert loading and fault.is_named_by(loading), (fault, loading)
             assert verifying and fault.is_named_by(verifying), (fault, verifying)
+
+
+def go_on_half_loaded(folder: str, damaged: str) -> list[str]:
+    """What is said of steps and saves after a load that failed on one rank alone; of these and a step after others."""
+    model, engine, optimizer = make(3)
+
+    def step() -> str:
+        try:
+            loss_fn(model, make_batch("transformer", 7, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.save(f"{folder}/after")
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert step() == ""
+    good, bad = Path(folder, "good"), Path(folder, "bad")
+    engine.save(good)
+    if dist.get_rank() == 0:
+        shutil.copytree(good, bad)
+        path = max(bad.glob(damaged))
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 64
+        path.write_bytes(content)
+    dist.barrier()
+    assert str(bad) in said_by_load(engine, bad)
+    found = [step()]
+    try:
+        engine.save(f"{folder}/half")
+    except RuntimeError as error:
+        found.append(str(error))
+    assert said_by_load(engine, good) == ""
+    return [*found, step()]
+
+
+@pytest.mark.parametrize(
+    "damaged, what",
+    [("optimizer/exp_avg_sq.safetensors", "the state of AdamW"), ("model-*.safetensors", "the weights")],
+)
+def test_half_loaded_state_is_named_by_steps_and_saves_until_a_load_succeeds(
+    ranks: Launcher, tmp_path: Path, damaged: str, what: str
+) -> None:
+    for stepping, saving, after in ranks(2)(go_on_half_loaded, str(tmp_path), damaged):
+        assert f"an optimizer's step needs {what}" in stepping and str(tmp_path / "bad") in stepping
+        assert f"saving a checkpoint needs {what}" in saving and after == ""
+    assert not (tmp_path / "half").exists()

@@ -248,3 +248,17 @@ def test_buffers_that_grow_resume(ranks: Launcher, kind: type[nn.Module], tmp_pa
 def test_sizes_of_other_buffers_have_to_fit(ranks: Launcher, tmp_path: Path) -> None:
     for text in ranks(2)(resumed, Rigid, str(tmp_path / "saved")):
         assert "1.low (checkpoint (3,), model (0,))" in text
+
+
+def test_a_load_that_is_refused_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Growing(), nn.Linear(4, 4))
+    engine = ZeroEngine(model, load_config(stage=0))
+    model(torch.ones(2, 4))
+    engine.save(tmp_path / "saved")
+    again = nn.Sequential(nn.Linear(4, 4), Growing())
+    other = ZeroEngine(again, load_config(stage=0))
+    for _ in range(2):
+        again(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="2.weight"):
+        other.load(tmp_path / "saved")
+    assert dict(again.named_buffers())["1.low"].shape == (2,)

@@ -293,6 +293,39 @@ def test_what_does_not_fit_is_named_on_all_ranks(ranks: Launcher, tmp_path: Path
         assert "saved-not-there" in found["nowhere"]
 
 
+def halves(seed: int, groups: int) -> tuple[nn.Module, ZeroEngine, list[torch.optim.Optimizer]]:
+    """Two optimizers, the second with so many groups, after a step."""
+    model = build("transformer", seed)
+    engine = ZeroEngine(model, load_config(stage=3, units={"min_numel": 0}))
+    first, *rest = list(model.parameters())
+    second = [{"params": rest}] if groups == 1 else [{"params": rest[:3]}, {"params": rest[3:]}]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW([first]), torch.optim.AdamW(second)]
+    engine.attach(*optimizers)
+    loss_fn(model, make_batch("transformer", seed, ROWS)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, engine, optimizers
+
+
+def refused_state(folder: str) -> list[list[str]]:
+    """What a load has changed that was refused for the second optimizer."""
+    halves(3, groups=1)[1].save(folder)
+    _, engine, optimizers = halves(4, groups=2)
+    changed = []
+    for call in (engine.load, engine.load_optimizers):
+        before = picture(engine)
+        assert "param groups" in message_of(lambda call=call: call(folder))  # type: ignore[misc]
+        changed.append(unequal(picture(engine), before))
+    for optimizer in optimizers:
+        optimizer.step()
+    return changed
+
+
+def test_a_load_whose_optimizer_state_is_refused_changes_nothing(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(2)(refused_state, str(tmp_path / "saved")) == [[[], []]] * 2
+
+
 def failing_saves(folder: str) -> dict[str, str]:
     """Rank 1 alone fails; an earlier checkpoint under the same name stays."""
     model, engine, optimizer = make(3)

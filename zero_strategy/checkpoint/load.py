@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,6 +69,42 @@ class Loader:
         publish: Callable[[], None],
     ) -> None:
         self._engine, self._saver, self._steps, self._opened, self._publish = engine, saver, steps, opened, publish
+        # By the model (its weights) or the optimizer: what is gone is of no concern any more.
+        self._half_loaded: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+
+    def check_whole(self, call: str, sharded: Iterable[ShardedOptimizer] = ()) -> None:
+        """Raise if a load has failed when it had begun to change what is needed, and none has succeeded since.
+
+        Args:
+            call: What needs it, for the message.
+            sharded: Optimizers whose state it needs, beside the weights.
+
+        Raises:
+            RuntimeError: Then; names what is half loaded, from where, and the way out.
+        """
+        for part in (self._engine.model, *sharded) if self._half_loaded else ():
+            if part in self._half_loaded:
+                raise RuntimeError(
+                    f"{call} needs {_words(part)}, and a load has failed in the middle of it: "
+                    f"{self._half_loaded[part]}. Load a checkpoint that is whole first"
+                )
+
+    def loaded(self, part: object) -> None:
+        """The model's weights, or an optimizer's state, are whole, whatever was before."""
+        self._half_loaded.pop(part, None)
+
+    @contextlib.contextmanager
+    def _changing(self, reader: StateReader, parts: Sequence[object]) -> Iterator[None]:
+        """Inside, these change; an exception leaves them half loaded."""
+        try:
+            yield
+        # Also an interrupt: whatever ends it has left some of the values as they were before.
+        except BaseException as error:
+            for part in parts:
+                self._half_loaded[part] = f"{reader.directory} ({type(error).__name__}: {error})"
+            raise
+        for part in parts:
+            self.loaded(part)
 
     def load(
         self,
@@ -83,10 +121,14 @@ class Loader:
         for sharded in engine.optimizers:
             sharded.skip_next = False
         if weights is None:
-            reader = self.weights(source, strict=strict)
+            reader = self.weights(source, strict=strict, optimizers=optimizers)
         else:
-            weights(reader := self._reader(source))
-        # Before the optimizers, which may be refused: other parts of the model have the weights that are here now.
+            reader = self._reader(source)
+            if optimizers and engine.optimizers and reader.has_manifest:
+                _check_same(engine, reader)
+                check_optimizers(engine, reader)  # before it changes the weights
+            weights(reader)
+        # Before the optimizers, whose reading may fail: other parts of the model have the weights that are here now.
         self._publish()
         if optimizers and engine.optimizers and reader.has_manifest:
             self.optimizers(reader)
@@ -94,15 +136,19 @@ class Loader:
             self.random_state(reader)  # last: what is loaded before may draw numbers
         return reader
 
-    def weights(self, source: Source, *, strict: bool = True) -> StateReader:
-        """Load weights and buffers, without telling other parts of the model; see `ZeroEngine.load_weights`."""
+    def weights(self, source: Source, *, strict: bool = True, optimizers: bool = False) -> StateReader:
+        """Load weights and buffers, without telling other parts of the model; see `ZeroEngine.load_weights`.
+
+        With `optimizers` their state, which is loaded next, is refused as well before anything changes.
+        """
         self._engine.model.moved.check("loading a checkpoint")
         if self._engine.average is not None:
             self._engine.average.check_not_shown("loading a checkpoint")
         self._saver.wait()  # it may read what is about to change, or write what is about to be read
         reader = self._reader(source)
         with self._engine.mesh.observed.span("load"):
-            load_weights(self._engine, reader, strict=strict)
+            changing = self._changing(reader, [self._engine.model])
+            load_weights(self._engine, reader, changing, strict=strict, optimizers=optimizers)
         return reader
 
     def optimizers(self, source: Source) -> None:
@@ -110,7 +156,7 @@ class Loader:
         reader = self._reader(source)
         self._engine.model.moved.check("loading a checkpoint")
         with self._engine.mesh.observed.span("load"):
-            load_optimizers(self._engine, reader)
+            load_optimizers(self._engine, reader, self._changing(reader, list(self._engine.optimizers)))
 
     def random_state(self, reader: StateReader) -> None:
         """Give this rank its random state back, where the config says so; see `checkpoint.random_state`."""
@@ -127,13 +173,33 @@ class Loader:
         return open_together(self._engine, lambda: self._opened(source, verify))
 
 
+def _words(part: object) -> str:
+    """What is half loaded: a model's weights, or an optimizer's state."""
+    return f"the state of {type(part.optimizer).__name__}" if isinstance(part, ShardedOptimizer) else "the weights"
+
+
 def open_together(engine: TrainState, opened: Callable[[], T]) -> T:
     """Open a checkpoint on all ranks; what hinders one of them is raised on all; see `together`."""
     return together(engine.mesh.world_group.control, opened)
 
 
-def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> None:
-    """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`."""
+def load_weights(
+    engine: TrainState,
+    reader: StateReader,
+    changing: AbstractContextManager[None],
+    *,
+    strict: bool,
+    optimizers: bool,
+) -> None:
+    """Read this rank's slices of the weights, and all buffers; see `ZeroEngine.load_weights`.
+
+    Args:
+        engine: Whose.
+        reader: Of the checkpoint.
+        changing: Entered once nothing can be refused any more.
+        strict: Missing and unexpected names are errors.
+        optimizers: The state of optimizers is loaded next, and refused here.
+    """
     # First: it brings small files of other hosts, which all that follows may read.
     check_one_save(engine, reader)
     with contextlib.suppress(OSError):  # what could not be written before is written anew
@@ -145,22 +211,29 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
     entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
     whole = catalog_of(engine).without(referenced)
     tied = whole.aliases
-    if _resize_buffers(engine.module, reader):  # as the module's own loading would
-        entries = {name: tensor for name, tensor in state_dict_entries(engine.module) if name not in referenced}
-        whole = catalog_of(engine).without(referenced)
+    resized = _buffers_to_resize(engine.module, reader)
     if strict:
-        reader.check_against(whole.weights, tied)
+        shapes = {name: tuple(buffer.shape) for name, (_, _, buffer) in resized.items()}
+        reader.check_against([replace(spec, shape=shapes.get(spec.name, spec.shape)) for spec in whole.weights], tied)
     sources = reader.sources(entries, tied)
     # In the order of names: all ranks name the same tensor.
     for name, source in sorted(sources.items()):
-        _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
+        if name not in resized:
+            _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
+    if optimizers and engine.optimizers and reader.has_manifest:
+        check_optimizers(engine, reader)
 
-    wanted: list[Wanted] = []
-
-    def want() -> None:
+    def check_files() -> None:
+        _check_small_files(engine, reader)
         # It reads both tensors from end to end; one rank is enough, for all hear of it.
         if engine.mesh.world_group.rank == 0:
             reader.check_ties(tied)
+
+    # Before the first value is read: damage to what one rank alone needs later would stop that one alone.
+    together(engine.mesh.world_group.control, check_files)
+    wanted: list[Wanted] = []
+
+    def want() -> None:
         for bucket in engine.model.buckets:
             wanted.extend(_wanted_weights(engine, reader, bucket, sources))
         for name, buffer in entries.items():
@@ -168,71 +241,106 @@ def load_weights(engine: TrainState, reader: StateReader, *, strict: bool) -> No
                 held = held_by(buffer)
                 wanted.append(Wanted(sources[name], 0, held.numel(), then=_copier(held, tuple(held.shape))))
 
-    # Before the first value is read: damage to what one rank alone needs later would stop that one alone.
-    together(engine.mesh.world_group.control, lambda: _check_small_files(engine, reader))
-    with torch.no_grad():
-        together(engine.mesh.world_group.control, want)
-        with supplied(engine, reader, wanted):
-            together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "weights"))
-        load_extra_state(engine.module, reader)
-        # Each rank has read its slice only, also of what all of them hold whole.
-        for bucket in engine.model.buckets:
-            if not bucket.placement.shard_parameters:
-                engine.mesh.gather.all_gather(bucket.flat).wait()
-        engine.model.forget_unsharded()
-    # Last: a module's own loader is handed its present parameters, which must be the loaded ones.
-    if reader.has_manifest and ENTRIES_FILE in reader.manifest.files:
-        load_module_entries(engine, torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True))
+    with changing:
+        with torch.no_grad():
+            for name, (table, key, buffer) in resized.items():
+                table[key] = buffer
+                if name in entries:
+                    entries[name] = buffer
+            together(engine.mesh.world_group.control, want)
+            with supplied(engine, reader, wanted):
+                together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "weights"))
+            load_extra_state(engine.module, reader)
+            # Each rank has read its slice only, also of what all of them hold whole.
+            for bucket in engine.model.buckets:
+                if not bucket.placement.shard_parameters:
+                    engine.mesh.gather.all_gather(bucket.flat).wait()
+            engine.model.forget_unsharded()
+        # Last: a module's own loader is handed its present parameters, which must be the loaded ones.
+        if reader.has_manifest and ENTRIES_FILE in reader.manifest.files:
+            load_module_entries(engine, torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True))
 
 
-def _resize_buffers(module: nn.Module, reader: StateReader) -> bool:
-    """Give buffers the shapes that the checkpoint has, where a module or one around it loads in a way of its own.
+def _buffers_to_resize(
+    module: nn.Module, reader: StateReader
+) -> dict[str, tuple[MutableMapping[str, Tensor | None], str, Tensor]]:
+    """New buffers of the shapes that the checkpoint has, where a module or one around it loads in a way of its own.
 
     Observers of quantisation and the like resize their buffers when they load; parameters keep their shapes.
 
     Returns:
-        True if there were such.
+        The buffer's name -> the module's table of buffers, the key there, and a buffer of zeros to put there.
     """
-    own, found = set[str](), False
+    own, found = set[str](), dict[str, tuple[MutableMapping[str, Tensor | None], str, Tensor]]()
     for name, owner in module.named_modules():
         if loads_tensors_itself(owner) or (name and name.rpartition(".")[0] in own) or ("" in own):
             own.add(name)
         for key, buffer in buffers_of(owner).items() if name in own else ():
-            stored = reader.weights.get(f"{name}.{key}" if name else key)
+            stored = reader.weights.get(path := f"{name}.{key}" if name else key)
             if buffer is None or stored is None or stored.shape == tuple(buffer.shape):
                 continue
-            buffers_of(owner)[key] = torch.zeros(stored.shape, dtype=buffer.dtype, device=buffer.device)
-            found = True
+            fresh = torch.zeros(stored.shape, dtype=buffer.dtype, device=buffer.device)
+            found[path] = (buffers_of(owner), key, fresh)
     return found
 
 
-def load_optimizers(engine: TrainState, reader: StateReader) -> None:
-    """Read this rank's optimizer state and master weights; see `ZeroEngine.load_optimizers`."""
-    _check_same(engine, reader)
+def check_optimizers(engine: TrainState, reader: StateReader) -> None:
+    """Refuse optimizer state that does not fit, on all ranks, before anything changes. A collective.
+
+    Raises:
+        ValueError: Saying what does not fit.
+    """
     records = reader.manifest.optimizers
     if len(records) != len(engine.optimizers):
         raise ValueError(
             f"{reader.directory} holds the state of {len(records)} optimizer(s), {len(engine.optimizers)} are "
             "attached; attach the same optimizers in the same order, or load weights only"
         )
+    names = {id(p): name for name, p in engine.model.names()}
+    elsewhere = _elsewhere(engine, names)
+
+    def check() -> None:
+        for number, sharded in enumerate(engine.optimizers):
+            groups = sharded.optimizer.param_groups
+            reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
+            available = reader.states(str(number))
+            stored = reader.manifest.optimizers[str(number)].param_groups
+            if available:
+                _check_family(sharded, stored, reader)
+            _check_groups(sharded, _own_groups(stored, elsewhere), names, reader)
+            for parameter in sharded.parameters():
+                _check_state_shapes(sharded, parameter, names[id(parameter)], available)
+
+    together(engine.mesh.world_group.control, check)
+
+
+def _elsewhere(engine: TrainState, names: Mapping[int, str]) -> set[str]:
+    """Parameters that other parts of the model hold. A collective where there are such parts."""
+    return set(catalog_of(engine).names()).difference(names.values()) if engine.is_part else set()
+
+
+def load_optimizers(engine: TrainState, reader: StateReader, changing: AbstractContextManager[None]) -> None:
+    """Read this rank's optimizer state and master weights; see `ZeroEngine.load_optimizers`.
+
+    Args:
+        engine: Whose.
+        reader: Of the checkpoint.
+        changing: Entered once nothing can be refused any more.
+    """
+    _check_same(engine, reader)
+    check_optimizers(engine, reader)
+    records = reader.manifest.optimizers
     own = reader.manifest.user.get(OWN, {})
     names = {id(p): name for name, p in engine.model.names()}
-    elsewhere = set(catalog_of(engine).names()).difference(names.values()) if engine.is_part else set[str]()
-
+    elsewhere = _elsewhere(engine, names)
     wanted: list[Wanted] = []
 
     def want() -> None:
         if engine.average is not None:
             engine.average.restart()  # what the checkpoint has no average of begins with the weights that are loaded
         for number, sharded in enumerate(engine.optimizers):
-            groups = sharded.optimizer.param_groups
-            reader.name_parameters(str(number), [names[id(p)] for group in groups for p in group["params"]])
             available = reader.states(str(number))
-            # Before its groups and its state change: what is of another kind leaves this optimizer as it is.
-            if available:
-                _check_family(sharded, reader.manifest.optimizers[str(number)].param_groups, reader)
-            stored = reader.manifest.optimizers[str(number)].param_groups
-            _set_groups(sharded, _own_groups(stored, elsewhere), names, reader)
+            _set_groups(sharded, _own_groups(records[str(number)].param_groups, elsewhere))
             dtypes = own.get("scalar_dtypes", [{}] * len(records))[number]
             # What the checkpoint has no state of must not go on with that of before.
             sharded.clear_state()
@@ -242,19 +350,20 @@ def load_optimizers(engine: TrainState, reader: StateReader) -> None:
                     source = (reader, str(number), available, dtypes)
                     wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
 
-    with torch.no_grad():
-        together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
-        together(engine.mesh.world_group.control, want)
-        with supplied(engine, reader, wanted):
-            together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
+    with changing:
+        with torch.no_grad():
+            together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
+            together(engine.mesh.world_group.control, want)
+            with supplied(engine, reader, wanted):
+                together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
 
-        # They gather: in one order on all ranks, the last begun before the first is waited for.
-        for work in [bucket.publish() for bucket in engine.model.buckets]:
-            work.wait()
-        engine.model.forget_unsharded()
-    load_average(engine, reader)
-    if engine.scaler is not None and own.get("loss_scaler"):
-        engine.scaler.load_state_dict(own["loss_scaler"])
+            # They gather: in one order on all ranks, the last begun before the first is waited for.
+            for work in [bucket.publish() for bucket in engine.model.buckets]:
+                work.wait()
+            engine.model.forget_unsharded()
+        load_average(engine, reader)
+        if engine.scaler is not None and own.get("loss_scaler"):
+            engine.scaler.load_state_dict(own["loss_scaler"])
 
 
 def load_average(engine: TrainState, reader: StateReader) -> None:
@@ -356,7 +465,7 @@ def _from(write: Callable[[int, Tensor], object], first: int) -> Callable[[int, 
     return lambda start, values: write(first + start, values)
 
 
-def _set_groups(
+def _check_groups(
     sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]], names: dict[int, str], reader: StateReader
 ) -> None:
     groups = sharded.optimizer.param_groups
@@ -369,7 +478,10 @@ def _set_groups(
             f"{reader.directory}: the param groups of {type(sharded.optimizer).__name__} "
             f"{_other_groups(mine, theirs)}; make the groups of the run that saved, or load weights only"
         )
-    for group, values in zip(groups, stored, strict=True):
+
+
+def _set_groups(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(sharded.optimizer.param_groups, stored, strict=True):
         for key, value in values.items():
             if key != "params":
                 old = group.get(key)
@@ -415,6 +527,27 @@ def _check_family(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]
                 f"{type(sharded.optimizer).__name__} always corrects: attach zero_strategy.optim."
                 "FusedAdamW(bias_correction=False), or load weights only"
             )
+
+
+def _check_state_shapes(
+    sharded: ShardedOptimizer,
+    parameter: nn.Parameter,
+    name: str,
+    available: Mapping[str, Mapping[str, TensorSpec]],
+) -> None:
+    for kind, specs in available.items():
+        if name in specs and sharded.piece(parameter) is not None:
+            stored = tuple(specs[name].shape)
+            if not _has_own_shape(sharded, parameter, kind, stored):
+                _check_shape(name, stored, tuple(parameter.shape))
+
+
+def _has_own_shape(sharded: ShardedOptimizer, parameter: nn.Parameter, kind: str, stored: tuple[int, ...]) -> bool:
+    """True of state that has no value for each element, where this rank's piece is the whole parameter."""
+    piece = sharded.piece(parameter)
+    if stored == tuple(parameter.shape) or kind in (MASTER, AVERAGE) or piece is None:
+        return False
+    return piece.numel() == parameter.numel() and sharded.keeps_any_state
 
 
 def _scalars(
@@ -468,12 +601,10 @@ def _load_state(
         if name not in specs:
             continue
         stored = tuple(specs[name].shape)
-        own = stored != tuple(parameter.shape) and kind not in (MASTER, AVERAGE)
-        if own and piece.numel() == parameter.numel() and sharded.keeps_any_state:
+        if _has_own_shape(sharded, parameter, kind, stored):
             values[kind] = torch.empty(stored, dtype=specs[name].dtype, device=piece.device)  # not per element
             wanted.append(Wanted(name, 0, values[kind].numel(), (number, kind), out=values[kind].view(-1)))
             continue
-        _check_shape(name, stored, tuple(parameter.shape))
         want = partial(
             wanted_in_whole,
             bucket.parts[index],
