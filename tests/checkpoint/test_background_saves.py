@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -14,9 +15,10 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from torch import nn
 from tests.launcher import Launcher, RankError
 from tests.models import Transformer, build, loss_fn, make_batch, param_groups
 from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter
+from zero_strategy.checkpoint.save_job import SaveJob
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.comm.store import SaveBoard
 from zero_strategy.config import load_config
@@ -201,6 +204,118 @@ def test_a_failure_is_raised_on_all_ranks(tmp_path: Path, ranks: Launcher, culpr
     assert other.startswith(f"FailedElsewhereError: failed on other rank(s): {{{culprit}: ") and "No space" in other
     for result in found:
         assert (result["once"], result["again"], result["old one"]) == ("", "", True)
+
+
+@contextlib.contextmanager
+def without_threads(name: str) -> Iterator[None]:
+    """As where a process may have no more threads, for those of this name."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", refused):
+        yield
+
+
+def no_thread(folder: Path, name: str, asynchronous: bool) -> list[str]:
+    """Rank 1 cannot start a thread of this name: what is said, what the next step says, and a save after that."""
+    model, engine, optimizer = make(3, timeout_seconds=30.0)
+    train(model, optimizer, 0)
+    with without_threads(name) if rank() == 1 else contextlib.nullcontext():
+        found = [message_of(lambda: engine.save(folder / "c", asynchronous=asynchronous))]
+        engine.saver.rest()
+    assert not engine.saver.busy()
+    found += [message_of(lambda: train(model, optimizer, 1))]
+    optimizer.zero_grad()
+    return [*found, message_of(lambda: engine.save(folder / "d"))]
+
+
+@pytest.mark.parametrize("name, asynchronous", [("checkpoint", True), ("checkpoint-alive", False)])
+def test_a_thread_that_cannot_start_fails_the_save_on_all_ranks(
+    tmp_path: Path, ranks: Launcher, name: str, asynchronous: bool
+) -> None:
+    found = ranks(2)(no_thread, tmp_path, name, asynchronous)
+    for said, stepping, again in found:
+        told, quiet = (stepping, said) if asynchronous else (said, stepping)
+        assert "can't start new thread" in told and quiet == again == ""
+    assert not (tmp_path / "c").exists() and verify(tmp_path / "d").problems == ()
+
+
+def test_without_a_thread_what_a_save_at_once_replaced_is_removed_at_once(tmp_path: Path) -> None:
+    _, engine, _ = make(0)
+    engine.save(tmp_path / "c")
+    engine.saver.finish()
+    with without_threads("checkpoint"):
+        engine.save(tmp_path / "c")
+    engine.saver.finish()
+    assert sorted(os.listdir(tmp_path)) == ["c", "latest"] and verify(tmp_path / "c").problems == ()
+
+
+def test_saves_at_once_leave_nothing_to_be_called_at_exit(tmp_path: Path) -> None:
+    _, engine, _ = make(0)
+    before = atexit._ncallbacks()  # type: ignore[attr-defined]
+    for _ in range(3):
+        engine.save(tmp_path / "c")
+    assert atexit._ncallbacks() == before  # type: ignore[attr-defined]
+
+
+def failing_write(writer: CheckpointWriter, *_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device", "/somewhere")
+
+
+def test_a_save_that_failed_at_once_does_not_hide_removals_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine, _ = make(0)
+    go, order, clean_up = threading.Event(), list[str](), SaveJob.clean_up
+
+    def watched(job: SaveJob) -> None:
+        name = Path(job.writer.target).name
+        if name == "first":
+            assert go.wait(20)
+        clean_up(job)
+        order.append(name)
+
+    monkeypatch.setattr(SaveJob, "clean_up", watched)
+    engine.save(tmp_path / "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_all", failing_write)
+        with pytest.raises(OSError, match="No space"):
+            engine.save(tmp_path / "second")
+    engine.save(tmp_path / "third")
+    time.sleep(0.2)
+    go.set()
+    engine.saver.finish()
+    assert order == ["first", "third"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_to_follow_a_save_does_not_follow_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    _, engine, _ = make(0)
+    done: list[str] = []
+
+    def ask() -> list[str]:
+        done.clear()
+        engine.saver.then(lambda: done.append("there"))
+        engine.saver.then(lambda: done.append("failed"), failed=True)
+        return list(done)
+
+    assert ask() == ["there"]  # none yet
+    engine.save(tmp_path / "c")
+    assert ask() == ["there"]
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write_all", failing_write)
+        with pytest.raises(OSError, match="No space"):
+            engine.save(tmp_path / "d", asynchronous=asynchronous)
+            engine.saver.wait()
+    assert ask() == ["failed"]
+    engine.save(tmp_path / "e")
+    assert ask() == ["there"]
 
 
 def failing_later_on_one(folder: Path) -> list[str]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from tests.checkpoint.piece_saving import in_place, jobs_of, on_hosts, own_file, run_jobs, save
 from tests.checkpoint.saving import all_dtypes, random_tensor, same
-from zero_strategy.checkpoint import CheckpointReader, Manifest
+from zero_strategy.checkpoint import CheckpointReader, Manifest, save_job
 from zero_strategy.checkpoint.manifest import seal
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.reader import Wanted
 from zero_strategy.cli import main
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.cli.checkpoint_merge import merge
+from zero_strategy.comm.store import SaveBoard
 from zero_strategy.convert.convert import open_any
 from zero_strategy.runtime.host_bytes import checksum_of
 
@@ -82,6 +85,26 @@ def test_ranks_write_their_slices_and_nothing_else(tmp_path: Path) -> None:
     assert total == sum(tensor.numel() * tensor.element_size() for tensor in everything)
     manifests = {(directory / "manifest.json").read_bytes() for directory in directories}
     assert len(manifests) == 1
+
+
+def test_ranks_agree_on_a_folder_whose_mark_one_sees_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looked, found = dist.HashStore(), threading.local(), dict[int, save_job.Sharing]()
+    is_there = save_job._is_there
+
+    def late(parent: Path, token: str, rank: int) -> bool:
+        first, looked.once = not hasattr(looked, "once"), True
+        return not (first and threading.current_thread().name == "1") and is_there(parent, token, rank)
+
+    def ask(rank: int) -> None:
+        found[rank] = save_job.find_out(SaveBoard(rank, 3, 10.0, "test", store), tmp_path, "token")
+
+    monkeypatch.setattr(save_job, "_is_there", late)
+    threads = [threading.Thread(target=ask, args=(rank,), name=str(rank)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(one.shared, one.leader) for one in found.values()} == {(True, 0)} and found[0].leaders == (0, 0, 0)
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -192,6 +192,7 @@ class Saver:
         self._file_snapshot: FileSnapshot | None = None
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None
+        self._last_lost = False
         self._board: SaveBoard | None = None
         self._last_plan: tuple[Any, CheckpointPlan] | None = None
         self._store: Any = None
@@ -223,7 +224,7 @@ class Saver:
                 pending.wait()
             finally:
                 if pending.done():  # not after a Ctrl-C: the snapshot is still being read
-                    self._pending = None
+                    self._pending, self._last_lost = None, pending.lost()
 
     def finish(self) -> None:
         """`wait`, and return when all that was replaced or is no longer kept is removed."""
@@ -235,7 +236,7 @@ class Saver:
         """Do something as soon as no save is going on, if the last one succeeds, or (`failed`) if it fails."""
         if self._pending is not None:
             self._pending.then(action, failed=failed)
-        elif not failed:
+        elif failed == self._last_lost:
             action()
 
     def rest(self) -> None:
@@ -285,7 +286,7 @@ class Saver:
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
         # Behind the agreement: a save that is refused by all has no number.
-        board = self._next_board()
+        board, self._last_lost = self._next_board(), True
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
             fixed: Fixed | None = None
@@ -319,6 +320,7 @@ class Saver:
             pending.start(settings.bytes_per_second or None)
         else:
             pending.run()
+            self._last_lost = False
         return pending
 
     def _room_in_files(self, tier: Tier, pieces: Callable[..., Iterable[Entry]]) -> Fixed | None:

@@ -19,6 +19,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,10 +119,13 @@ def _leaders(board: SaveBoard, parent: Path, token: str) -> Sharing:
     board.send("led", json.dumps(leader).encode())
     board.post("compared")
     board.wait("compared")  # before anybody takes his file away
+    # Rank 0 says it, since a mark may have come into sight meanwhile: ranks of two minds would write in two ways.
     if board.rank != 0:
-        return Sharing(False, leader)
+        return Sharing(json.loads(board.receive("settled", 0)), leader)
     leaders = [json.loads(board.receive("led", rank)) for rank in range(1, board.world_size)]
-    return Sharing(leaders == [0] * len(leaders), 0, (0, *leaders))
+    shared = leaders == [0] * len(leaders)
+    board.send("settled", json.dumps(shared).encode())
+    return Sharing(shared, 0, (0, *leaders))
 
 
 def _is_there(parent: Path, token: str, rank: int) -> bool:
@@ -290,9 +294,14 @@ class SaveJob:
             OSError, ValueError: What went wrong on this rank. The earlier checkpoint is as it was.
             FailedElsewhereError: What went wrong on another.
         """
-        with self.board.alive():
-            # Inside, as it is many messages to the store, and the others watch this rank already.
-            self.board.clear_earlier()
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.board.alive())
+                # Inside, as it is many messages to the store, and the others watch this rank already.
+                self.board.clear_earlier()
+            except BaseException as error:
+                self.fail(error)
+                raise
             self._run(threads, bytes_per_second, tell)
 
     def _run(self, threads: int, bytes_per_second: float | None, tell: Callable[[int], object] | None) -> None:
@@ -324,7 +333,7 @@ class SaveJob:
             self.board.wait("written")
             self.writer.commit(self.manifest, self.extra_files, update_latest=self.update_latest)
         except BaseException as error:
-            self._fail(error, leave=written)
+            self.fail(error, leave=written)
             raise
         # Outside: a checkpoint that is there is not given up because others cannot be told.
         self.board.post("committed")
@@ -344,7 +353,7 @@ class SaveJob:
             if failed or not self.writer.is_committed():
                 raise
 
-    def _fail(self, error: BaseException, leave: bool) -> None:
+    def fail(self, error: BaseException, *, leave: bool = False) -> None:
         """Tell the others; remove what was written, unless only rank 0 may still touch it."""
         try:
             if not isinstance(error, FailedElsewhereError) or isinstance(error, RankLostError):
@@ -392,6 +401,10 @@ class PendingSave:
     def failed(self) -> bool:
         """True if it is over and has failed, and nobody was told yet."""
         return self.done() and self._error is not None and not self._raised
+
+    def lost(self) -> bool:
+        """True if it is over and has failed, whoever was told."""
+        return self.done() and self._error is not None
 
     def join(self) -> None:
         """Return when it is over, well or not."""
@@ -444,16 +457,30 @@ class PendingSave:
             with progress("saving", job.nbytes, job.board.rank) as tell:
                 job.run(threads=_THREADS, bytes_per_second=None, tell=tell)
         except BaseException:
-            # No thread lets go of it later.
-            self._before = None
+            # No thread lets go of it later; what it may still remove is what a next save has to wait for.
+            if self._before is not None:
+                self._cleaned, self._thread, self._before = self._before._cleaned, self._before._thread, None
             raise
-        self._in_thread(partial(self._end, job.clean_up))
+        end = partial(self._end, job.clean_up)
+        try:
+            self._in_thread(end)
+        except RuntimeError:  # no thread can be started: the checkpoint is there, and is not given up for that
+            end()
 
     def start(self, bytes_per_second: float | None) -> None:
         """Carry it out in the background, no faster than that."""
+        job = self._take()
         # Before the thread is there, which may be over at once.
         self._over.clear()
-        self._in_thread(partial(self._write, self._take(), bytes_per_second))
+        atexit.register(self.wait)  # the interpreter prints what it raises
+        try:
+            self._in_thread(partial(self._write, job, bytes_per_second))
+        except RuntimeError as error:
+            # No thread can be started: told like any error in the background, by all ranks before one step.
+            self._error = error
+            with suppress(FailedElsewhereError):
+                job.fail(error)
+            self._end(job.clean_up)
 
     def _take(self) -> SaveJob:
         """The job, which is not held here while it runs: its pieces hold the state that is saved."""
@@ -465,9 +492,9 @@ class PendingSave:
         """Do it in a thread that keeps the process alive until then."""
         self._afterwards = []
         self._cleaned.clear()
-        atexit.register(self.wait)  # the interpreter prints what it raises
-        self._thread = threading.Thread(target=task, name="checkpoint", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=task, name="checkpoint", daemon=False)
+        thread.start()
+        self._thread = thread
 
     def _write(self, job: SaveJob, bytes_per_second: float | None) -> None:
         try:
