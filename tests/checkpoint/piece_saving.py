@@ -100,6 +100,8 @@ def remote(url: str, world_size: int, token: str = "t") -> MakeWriter:
 
 
 def save(make: MakeWriter, weights: Tensors, states: States | None = None, **options: Any) -> None:
-    failures = run_jobs(jobs_of(make, weights, states, **options))
-    for error in failures.values():
+    jobs = jobs_of(make, weights, states, **options)
+    for error in run_jobs(jobs).values():
         raise error
+    for job in jobs:
+        job.clean_up()

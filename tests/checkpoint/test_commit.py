@@ -155,6 +155,43 @@ def test_a_directory_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) ->
     save(tmp_path / "empty", NEW)
 
 
+def test_a_directory_with_somebody_else_s_manifest_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
+    with pytest.raises(ValueError, match=r"app/manifest\.json is of no checkpoint"):
+        writers(tmp_path / "app")
+    assert names(tmp_path) == ["app"]
+    save(tmp_path / "c", OLD)
+    os.truncate(tmp_path / "c" / "manifest.json", 100)  # a damaged one of ours is
+    save(tmp_path / "c", NEW)
+    assert same(CheckpointReader(tmp_path / "c").full("w"), NEW["w"])
+
+
+def test_a_latest_that_cannot_be_written_is_told_of_and_the_checkpoint_is_there(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    for weights in (OLD, NEW):
+        with pytest.warns(UserWarning, match=r"c is saved, but the file latest .*Is a directory"):
+            save(tmp_path / "c", weights)
+        assert same(CheckpointReader(tmp_path / "c").full("w"), weights["w"])
+    assert names(tmp_path) == ["c", "latest"]
+
+
+def test_cleaning_up_after_a_save_leaves_what_the_next_save_has_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint has no other name for a moment, where names cannot be exchanged."""
+    monkeypatch.setattr(replace, "_exchange", lambda first, second: False)
+    save(tmp_path / "c", OLD)
+    (tmp_path / ".c.earlier.old").mkdir()  # of a crash
+    writer = CheckpointWriter(tmp_path / "c", rank=0, world_size=1, token="one", cleans_later=True)
+    writer.prepare(plan_of(NEW))
+    writer.write("model", slices(NEW, 0, 1))
+    writer.commit(plan_of(NEW).manifest(world_size=1, stage=0))
+    (tmp_path / "c").rename(tmp_path / ".c.two.old")
+    writer.clean_up()
+    assert names(tmp_path) == [".c.two.old", "latest"]
+
+
 def test_free_space_is_checked_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zero_strategy.checkpoint import disk
-from zero_strategy.checkpoint.disk import DiskWriter, all_beside, beside, by_age, create_file
+from zero_strategy.checkpoint.disk import DiskWriter, all_beside, beside, by_age, create_file, replace_file
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena, is_aligned
 
 SIZE = 300_000
@@ -166,3 +166,29 @@ def test_what_is_removed_while_a_folder_is_looked_through_is_left_out(tmp_path: 
     finally:
         ended.set()
         thread.join()
+
+
+def test_two_that_replace_a_file_at_once_do_not_take_each_other_s(tmp_path: Path) -> None:
+    errors: list[OSError] = []
+
+    def replace(content: bytes) -> None:
+        for _ in range(100):
+            try:
+                replace_file(tmp_path / "latest", content)
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=replace, args=(content,)) for content in (b"one", b"two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_file(tmp_path / "latest", b"step-1")
+    assert os.listdir(tmp_path) == ["latest"]

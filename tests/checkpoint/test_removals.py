@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,8 +18,11 @@ import pytest
 import torch
 
 import zero_strategy
+from tests.checkpoint.saving import plan_of, save, slices
 from tests.checkpoint.test_background_saves import digests, make, train
 from tests.launcher import Launcher
+from zero_strategy.checkpoint import CheckpointReader, CheckpointWriter
+from zero_strategy.checkpoint import disk as disk_module
 from zero_strategy.checkpoint.folders import OWNER_NAME, leave_mark, make_signed, mark_name, remove_leftovers
 from zero_strategy.checkpoint.manifest import RECEIPTS_NAME
 from zero_strategy.config import load_config
@@ -71,6 +76,70 @@ def test_the_mark_of_a_process_killed_while_ranks_asked_what_they_share_goes(tmp
     assert (tmp_path / mark_name("abc", 1)).exists()
     remove_leftovers(tmp_path, RECEIPTS_NAME)
     assert sorted(tmp_path.iterdir()) == sorted([mine, empty])
+
+
+WEIGHTS = {"w": torch.arange(10.0)}
+
+
+def replaced_and_not_cleaned_up(folder: Path) -> CheckpointWriter:
+    writer = CheckpointWriter(folder / "c", rank=0, world_size=1, token="two", cleans_later=True)
+    writer.prepare(plan_of(WEIGHTS))
+    writer.write("model", slices(WEIGHTS, 0, 1))
+    writer.commit(plan_of(WEIGHTS).manifest(world_size=1, stage=0))
+    return writer
+
+
+def _killed(folder: Path, when: str) -> None:
+    gc.freeze()  # process groups of earlier tests are not this process's to end
+    if when == "naming the latest":
+        os.replace = lambda source, target: os._exit(9)  # type: ignore[assignment]
+    if when == "between two renames":
+        disk_module._exchange = lambda first, second: False
+        rename = os.rename
+        os.rename = lambda source, target: rename(source, target) if target.suffix == ".old" else os._exit(9)  # type: ignore[assignment]
+    replaced_and_not_cleaned_up(folder)
+    os._exit(9)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("when", ["cleaning up", "naming the latest"])
+def test_what_a_checkpoint_was_before_goes_when_its_save_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, exchange: bool
+) -> None:
+    save(tmp_path / "c", WEIGHTS)
+    if not exchange:
+        monkeypatch.setattr(disk_module, "_exchange", lambda first, second: False)
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, when))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    assert f".c.two.{'tmp' if exchange else 'old'}" in names(tmp_path)
+    save(tmp_path / "d", WEIGHTS)  # another one
+    assert names(tmp_path) == ["c", "d"]
+
+
+def test_what_a_checkpoint_was_before_stays_while_it_is_the_only_one(tmp_path: Path) -> None:
+    save(tmp_path / "c", WEIGHTS)
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path, "between two renames"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    save(tmp_path / "d", WEIGHTS)
+    with pytest.warns(UserWarning, match="c is missing; reading what it was before"):
+        assert CheckpointReader(tmp_path / "c").full("w").equal(WEIGHTS["w"])
+    save(tmp_path / "c", WEIGHTS)
+    save(tmp_path / "d", WEIGHTS)
+    assert names(tmp_path) == ["c", "d"]
+
+
+def test_what_a_living_save_has_not_removed_yet_is_its_own_to_remove(tmp_path: Path) -> None:
+    save(tmp_path / "c", WEIGHTS)
+    writer = replaced_and_not_cleaned_up(tmp_path)
+    for tag in ("d", "c"):
+        save(tmp_path / tag, WEIGHTS)
+        assert (tmp_path / ".c.two.tmp").exists()
+    writer.clean_up()
+    assert names(tmp_path) == ["c", "d"]
 
 
 def test_what_was_made_and_not_signed_goes(tmp_path: Path) -> None:
@@ -129,8 +198,6 @@ def test_a_job_in_another_container_leaves_a_running_save_alone(tmp_path: Path, 
         "from pathlib import Path; from tests.checkpoint.test_background_saves import make;"
         f"_, engine, _ = make(0); engine.save(Path({str(tmp_path)!r}) / {tag!r})"
     )
-    from zero_strategy.checkpoint import CheckpointWriter
-
     write = CheckpointWriter.write_all
     found: list[subprocess.CompletedProcess[str]] = []
 
@@ -158,8 +225,6 @@ def test_only_what_dead_processes_of_this_host_left_goes(tmp_path: Path) -> None
     (unsigned / "of_somebody").touch()
     model, engine, _ = make(0)
     seen = []
-    from zero_strategy.checkpoint import CheckpointWriter
-
     write = CheckpointWriter.write_all
 
     def nested(writer: CheckpointWriter, *args: object, **kwargs: object) -> None:

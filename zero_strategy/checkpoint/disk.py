@@ -4,7 +4,7 @@ After each call the change survives a loss of power.
 
 Names beside a target `T` while it is being saved under a token `k`:
 
-    .T.k.tmp   being written; after an exchange, for a moment, what T was before
+    .T.k.tmp   being written; after an exchange what T was before, until it is removed
     .T.k.old   what T was before, where the file system cannot exchange two names
 
     source tensors --copy--> chunk (aligned, 4 MiB) --O_DIRECT, by I/O threads--> disk
@@ -28,6 +28,8 @@ import re
 import shutil
 import threading
 import time
+import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -138,12 +140,27 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file's content: a reader sees the old one or the new one, never less."""
-    # In the same folder: a rename is atomic within one file system only.
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_file(temporary, content)
-    os.replace(temporary, path)
+def replace_file(path: Path, content: bytes, token: str | None = None) -> None:
+    """Replaces a file's content: a reader sees the old one or the new one, never less.
+
+    Args:
+        path: the file.
+        content: all of it.
+        token: part of the temporary file's name, by which a leftover is known to be a save's; default: a new one.
+
+    Raises:
+        OSError: if that cannot be done.
+    """
+    # In the same folder: a rename is atomic within one file system only. A name of its own: another process may write
+    # the same file.
+    temporary = beside(path, token or uuid.uuid4().hex[:12], "tmp")
+    try:
+        write_file(temporary, content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the error that led here is the one to be told
+            remove(temporary)
+        raise
     # The new name lasts from here on; a loss of power before shows the old content.
     sync(path.parent)
 
@@ -169,6 +186,9 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
     Where the system can exchange two names, there is no moment without a `target`. Elsewhere the old one
     is at `aside` for that moment, and is put back if the second step fails.
 
+    Once `source` has the name this does not fail any more: where the name cannot be flushed, a warning says so and what
+    had it before stays beside it, since a loss of power may bring its name back.
+
     Args:
         source: a directory whose content is already flushed.
         target: its new name, on the same file system.
@@ -177,11 +197,14 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
 
     Returns:
         What is left to remove.
+
+    Raises:
+        OSError: if `source` cannot be given the name.
     """
     # A link that leads nowhere has the name as well.
     if not os.path.lexists(target):
         os.rename(source, target)
-        sync(target.parent)
+        _flush_name(target)
         return None
     old = source
     if not _exchange(source, target):
@@ -194,11 +217,26 @@ def replace_directory(source: Path, target: Path, aside: Path, *, keep_old: bool
             os.rename(aside, target)
             raise
     # Before the old one goes: a loss of power must not bring its name back without its files.
-    sync(target.parent)
+    if not _flush_name(target):
+        return None
     if keep_old:
         return old
     remove(old)
     return None
+
+
+def _flush_name(target: Path) -> bool:
+    """Flushes the folder of a directory that has just been given its name; False, with a warning, if it fails."""
+    try:
+        sync(target.parent)
+    except OSError as error:
+        # No error: hosts that are told of one would remove what this one already shows.
+        warnings.warn(
+            f"{target} is there, but its name could not be flushed to the disk and may be lost with the power: {error}",
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:

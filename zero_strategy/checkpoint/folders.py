@@ -6,6 +6,9 @@ this PID namespace, where its number is free or another process has it. In a con
 process, so whatever another namespace, boot or host left behind cannot be told from what it is still writing, and
 stays, with a warning where it is likely to be a leftover.
 
+What a checkpoint was before, and a directory that a host has sealed, have no such sign in them: from before that, until
+they are removed, a mark of the save's token beside them says whose they are.
+
 A folder is a checkpoint, its parent, a Hugging Face model, or one file.
 
 A checkpoint is removed in two steps: it gets a name with a dot, which is no checkpoint any more, then its files go. A
@@ -14,6 +17,7 @@ crash between the two leaves no half checkpoint, and what it left goes at the ne
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import socket
@@ -28,7 +32,7 @@ from typing import NamedTuple
 from zero_strategy.checkpoint.disk import all_beside, beside, by_age, naming, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
 from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
-from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
+from zero_strategy.checkpoint.ranges import FOLDER_PREFIX, folder_of, rank_path
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
 
@@ -79,8 +83,14 @@ def remove_leftovers(parent: Path, receipts: str) -> None:
     for path in parent.glob(".*.*.tmp"):
         _remove(path, _judge(path / receipts / OWNER_NAME))
         _remove_empty(path, receipts)
-    for path in parent.glob(f"{MARK}.*.*"):
-        _remove(path, _judge(path))
+    for mark in parent.glob(f"{MARK}.*.*"):
+        verdict = _judge(mark)
+        for path in _marked(mark):
+            if not (path / receipts / OWNER_NAME).exists() and not _may_be_needed(path):
+                _remove(path, verdict)
+        # Last, and not before all that it tells the owner of is gone.
+        if not _marked(mark):
+            _remove(mark, verdict)
 
 
 def remove_leftovers_of(target: Path, receipts: str, keep: Collection[Path] = ()) -> None:
@@ -97,6 +107,54 @@ def remove_leftovers_of(target: Path, receipts: str, keep: Collection[Path] = ()
             # A process saves a checkpoint once at a time: what it has left there is of a save that failed.
             _remove(path, verdict._replace(gone=verdict.gone or verdict.own))
             _remove_empty(path, receipts)
+            if verdict.own:
+                release_marks(path)
+
+
+def release_marks(path: Path) -> None:
+    """Removes the marks of the save that a directory is, or was, of; they stay while something of it is left."""
+    for mark in _marks(path):
+        if not _marked(mark):
+            remove(mark)
+
+
+def undecided(parent: Path) -> list[Path]:
+    """Directories of saves in pieces that are sealed and that no host has renamed, nor ever will; for rank 0.
+
+    Rank 0 is the first to rename. So where its piece is in such a directory and its process is gone, nobody has.
+    """
+    return [
+        path
+        for path in parent.glob(".*.*.tmp")
+        if (path / MANIFEST_NAME).is_file()
+        and (path / rank_path(folder_of(_token_of(path)), 0)).is_file()
+        and any(_judge(mark).gone for mark in _marks(path))
+    ]
+
+
+def _token_of(path: Path) -> str:
+    """The token of `.{target}.{token}.{suffix}`."""
+    return path.name.split(".")[-2]
+
+
+def _marks(path: Path) -> list[Path]:
+    """The marks beside a save's directory."""
+    return list(path.parent.glob(f"{MARK}.{glob.escape(_token_of(path))}.*"))
+
+
+def _marked(mark: Path) -> list[Path]:
+    """All beside a mark that is of its save."""
+    token = glob.escape(_token_of(mark))
+    return [path for suffix in ("tmp", "old") for path in mark.parent.glob(f".*.{token}.{suffix}")]
+
+
+def _may_be_needed(path: Path) -> bool:
+    """True for what may be the only copy of a checkpoint, though its process is gone."""
+    token = _token_of(path)
+    if path.suffix == ".old":  # between two renames there is no target
+        return not os.path.lexists(path.with_name(path.name[1:].removesuffix(f".{token}.old")))
+    # Sealed and not renamed: other hosts may have renamed theirs.
+    return (path / folder_of(token)).is_dir()
 
 
 class _Verdict(NamedTuple):

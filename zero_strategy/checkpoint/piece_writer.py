@@ -14,11 +14,13 @@ On hosts that share no directory, each has a checkpoint directory of the same na
     wait for all
     rename -- "decided"                                        wait; rename -- "renamed"       "renamed"
     wait for all "renamed", then `latest`                      wait, then `latest`
+    later: remove what was replaced                            the same
 
 Before "decided" nothing is renamed anywhere; from then on every host has the new checkpoint complete, under its name or
 still in `.T.<token>.tmp`. A host that dies between the two leaves hosts with different checkpoints under one name.
 Loading sees that by the manifests' `save` and takes the one that is complete on all hosts; so a sealed temporary
-directory is removed only after a later save has been renamed.
+directory is removed only after a later save has been renamed. One of another checkpoint goes then, too, if rank 0 finds
+its own part of it still sealed (`folders.undecided`): no host has renamed it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,15 @@ from zero_strategy.checkpoint.disk import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.folders import make_signed, remove_leftovers, remove_leftovers_of
+from zero_strategy.checkpoint.folders import (
+    leave_mark,
+    make_signed,
+    mark_name,
+    release_marks,
+    remove_leftovers,
+    remove_leftovers_of,
+    undecided,
+)
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
@@ -72,6 +82,7 @@ from zero_strategy.checkpoint.writer import (
     check_free_space,
     check_piece,
     check_replaceable,
+    naming_latest,
 )
 from zero_strategy.runtime.host_bytes import Seen, checksum_of
 
@@ -269,6 +280,9 @@ class HostPieceWriter(PieceWriter):
         self.directory = Path(os.path.abspath(directory))
         self.temporary = beside(self.directory, token, "tmp")
         self._shadow = beside(self.directory, token, "old")
+        self._mark = self.directory.parent / mark_name(token, rank)
+        self._stale: list[Path] = []
+        self._undecided: list[str] = []
         self._first = rank == leader
         self.leads = self._first and rank != 0
 
@@ -312,7 +326,8 @@ class HostPieceWriter(PieceWriter):
         described, small = self._described(manifest, extra_files or {})
         text = described.to_json()
         # Before this host seals: the others do so at the same time.
-        self._board.send("described", _packed(text, small, update_latest))
+        self._undecided = [path.name for path in undecided(self.directory.parent)]
+        self._board.send("described", _packed(text, small, update_latest, self._undecided))
         self._seal(text, small)
         self._board.post("sealed")
         # Before the first rename: from here on the new checkpoint is whole on every host, whoever dies.
@@ -335,7 +350,7 @@ class HostPieceWriter(PieceWriter):
         if self.rank == 0:
             return
         try:
-            text, small, update_latest = _unpacked(self._board.receive("described", 0))
+            text, small, update_latest, self._undecided = _unpacked(self._board.receive("described", 0))
             self._seal(text, small)
             self._board.post("sealed")
             self._board.wait("decided", 0)
@@ -351,13 +366,26 @@ class HostPieceWriter(PieceWriter):
         self._board.wait("renamed")
         self._point(update_latest)
 
+    def clean_up(self) -> None:
+        """Removes what this host's checkpoint was before, and what earlier saves have left sealed."""
+        for path in self._stale:
+            remove(path)
+            release_marks(path)
+        if self._first:
+            release_marks(self.temporary)
+
     def abandon(self) -> None:
         """Removes what was written on this host, by this rank if others lead; the targets are not touched."""
         self._plan = None
-        if self._first:
-            remove(self.temporary)
-        else:
+        if not self._first:
             remove(self.temporary / rank_path(self.folder, self.rank))
+        elif self.is_committed():
+            # Interrupted behind its rename. The directory is now what the checkpoint was before, which may be all that
+            # the hosts have in common: without a mark it stays until a later save is there.
+            remove(self._mark)
+        else:
+            remove(self.temporary)
+            release_marks(self.temporary)
 
     def _manifest_there(self) -> Manifest:
         return Manifest.read(self.directory)
@@ -384,7 +412,9 @@ class HostPieceWriter(PieceWriter):
         # The manifest last, and behind a flush of all directories: it says that everything else is on the disk.
         for path, content in small.items():
             self._put(path, content)
-        # A sealed directory has no owner: it is no leftover when its process is gone.
+        # A sealed directory has no owner in it: it is no leftover when its process is gone. The mark beside it is for
+        # rank 0, which knows what nobody has renamed, and for what the checkpoint is before it is replaced.
+        leave_mark(self._mark)
         remove(self.temporary / RECEIPTS_NAME)
         for directory, _, _ in os.walk(self.temporary):
             sync(Path(directory))
@@ -401,15 +431,23 @@ class HostPieceWriter(PieceWriter):
     def _rename(self) -> None:
         if not self._first:
             return
-        replace_directory(self.temporary, self.directory, self._shadow)
-        # Only now: until here a sealed one may have been the newest that all hosts had in common.
-        for suffix in ("old", "tmp"):
-            for stale in all_beside(self.directory, suffix):
-                remove(stale)
+        old = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
+        # Until here a sealed one may have been the newest that all hosts had in common. Removed later, since the other
+        # hosts wait; listed now, since what comes later is of a later save.
+        found = [path for suffix in ("old", "tmp") for path in all_beside(self.directory, suffix)]
+        self._stale = [path for path in found if path == old or path not in (self.temporary, self._shadow)]
+        self._stale += [self.directory.parent / name for name in self._undecided]
 
     def _point(self, update_latest: bool) -> None:
-        if self._first and update_latest:
-            replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())
+        if not self._first:
+            return
+        if update_latest:
+            with naming_latest(self.target):
+                replace_file(
+                    self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode(), token=self._token
+                )
+        if not self._stale:
+            self.clean_up()
 
 
 class _DiskSink:
@@ -424,16 +462,17 @@ class _DiskSink:
         sync(self._root / self._path)  # a file without slices, too
 
 
-def _packed(manifest: bytes, small: Mapping[str, bytes], update_latest: bool) -> bytes:
+def _packed(manifest: bytes, small: Mapping[str, bytes], update_latest: bool, undecided: list[str]) -> bytes:
     content = {
         "manifest": manifest.decode(),
         "small": {path: base64.b64encode(content).decode() for path, content in small.items()},
         "latest": update_latest,
+        "undecided": undecided,
     }
     return json.dumps(content).encode()
 
 
-def _unpacked(message: bytes) -> tuple[bytes, dict[str, bytes], bool]:
+def _unpacked(message: bytes) -> tuple[bytes, dict[str, bytes], bool, list[str]]:
     content = json.loads(message)
     small = {path: base64.b64decode(text) for path, text in content["small"].items()}
-    return content["manifest"].encode(), small, content["latest"]
+    return content["manifest"].encode(), small, content["latest"], content["undecided"]

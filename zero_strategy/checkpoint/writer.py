@@ -16,8 +16,10 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,9 +40,16 @@ from zero_strategy.checkpoint.disk import (
     sync,
     write_file,
 )
-from zero_strategy.checkpoint.folders import make_signed, remove_leftovers, remove_leftovers_of
+from zero_strategy.checkpoint.folders import (
+    leave_mark,
+    make_signed,
+    mark_name,
+    release_marks,
+    remove_leftovers,
+    remove_leftovers_of,
+)
 from zero_strategy.checkpoint.layout import FileLayout, parse_object
-from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
+from zero_strategy.checkpoint.manifest import FORMAT, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import Block, Checksums, Coverage, blocks_of
 from zero_strategy.runtime.host_bytes import Seen, checksum_of
@@ -249,19 +258,45 @@ def check_replaceable(target: Path) -> None:
     """Raises ValueError if the target exists and is not a checkpoint."""
     # Replacing removes the old directory with all that is in it, so it must be one of ours. A file is replaced as any
     # saving call does it: a run that goes on from another strategy's checkpoints meets its `last.ckpt`.
-    if not target.is_dir() or (target / MANIFEST_NAME).is_file():
+    if not target.is_dir():
         return
-    if any(target.iterdir()):
+    if (target / MANIFEST_NAME).is_file():
+        if _is_foreign(target / MANIFEST_NAME):
+            raise ValueError(f"{target / MANIFEST_NAME} is of no checkpoint; {target} will not be overwritten")
+    elif any(target.iterdir()):
         raise ValueError(f"{target} exists and is not a checkpoint; it will not be overwritten")
 
 
 def unlisted(target: Path) -> list[Path]:
-    """Other people's files in a checkpoint's directory, which replacing the checkpoint would remove as well."""
+    """Other people's files in a checkpoint's directory, which replacing the checkpoint would remove as well.
+
+    All files where `manifest.json` is somebody else's; none where it is a damaged one of ours, which tells nothing.
+    """
     try:
-        listed = {path.partition("/")[0] for path in Manifest.read(target).files}
+        listed = {path.partition("/")[0] for path in Manifest.read(target).files} | {MANIFEST_NAME}
     except (OSError, ValueError):
-        return []
-    return sorted(path for path in target.iterdir() if path.name not in listed | {MANIFEST_NAME})
+        if not (target / MANIFEST_NAME).is_file() or not _is_foreign(target / MANIFEST_NAME):
+            return []
+        listed = set()
+    return sorted(path for path in target.iterdir() if path.name not in listed)
+
+
+def _is_foreign(manifest: Path) -> bool:
+    """True for a file of that name that others write, such as a web application's; not for a damaged one of ours."""
+    return FORMAT.encode() not in read_regular(manifest)
+
+
+@contextmanager
+def naming_latest(target: str) -> Iterator[None]:
+    """Inside, `latest` is written. Where that fails a warning says so: it is no failure of the save, which is there."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{target} is saved, but the file {LATEST_NAME} beside it could not be written and may name an earlier "
+            f"checkpoint: {error}",
+            stacklevel=4,
+        )
 
 
 def check_free_space(parent: Path, needed: int) -> None:
@@ -303,8 +338,9 @@ class CheckpointWriter(SaveWriter):
         super().__init__(os.fspath(directory), rank=rank, world_size=world_size, token=token)
         self.temporary = beside(self.directory, token, "tmp")
         self._shadow = beside(self.directory, token, "old")
+        self._mark = self.directory.parent / mark_name(token, rank)
         self._cleans_later = cleans_later
-        self._replaced: Path | None = None
+        self._replaced: list[Path] = []
         self._coverage = Coverage()
 
     def prepare(self, plan: CheckpointPlan) -> None:
@@ -425,26 +461,36 @@ class CheckpointWriter(SaveWriter):
             with naming(path):
                 path.write_bytes(content)
         self._seal(described.files, text)
-        self._replaced = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
+        # Before the exchange, since what the checkpoint was before has no mark of this process in it.
+        leave_mark(self._mark)
+        old = replace_directory(self.temporary, self.directory, self._shadow, keep_old=True)
+        # Until a checkpoint has the name, one of these may be the only one left. Listed now: one that is there later
+        # may be of a later save that is between its two renames.
+        stale = [path for path in all_beside(self.directory, "old") if path != self._shadow]
+        self._replaced = stale if old is None else [old, *stale]
         # Only under its own name: a save that is killed before the rename is known by the mark in it.
         remove(self.directory / RECEIPTS_NAME)
         # Behind the rename: it never names what is not there.
         if update_latest:
-            replace_file(self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode())
-        if not self._cleans_later:
+            with naming_latest(self.target):
+                replace_file(
+                    self.directory.parent / LATEST_NAME, f"{self.directory.name}\n".encode(), token=self._token
+                )
+        if not self._cleans_later or not self._replaced:
             self.clean_up()
 
     def clean_up(self) -> None:
         """Removes what had the checkpoint's name before `commit`; rank 0 acts."""
-        if self._replaced is not None:
-            remove(self._replaced)
-        # Until a checkpoint has the name, one of these may be the only one left.
-        for stale in all_beside(self.directory, "old") if self.rank == 0 else ():
-            remove(stale)
+        if self.rank == 0:
+            for path in self._replaced:
+                remove(path)
+            release_marks(self.temporary)
 
     def abandon(self) -> None:
         """Removes what was written; the target is not touched. After `commit` it does nothing."""
         remove(self.temporary)
+        if self.rank == 0:
+            release_marks(self.temporary)
         self._plan = None
 
     def _put(self, path: str, content: bytes) -> None:
