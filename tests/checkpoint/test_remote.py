@@ -176,3 +176,27 @@ def test_what_is_no_checkpoint_is_not_overwritten(bucket: str, tmp_path: Path) -
         open_any(f"{bucket}/c")
     with pytest.raises(ValueError, match="nowhere://x: Protocol not known"):
         open_any("nowhere://x")
+
+
+def test_a_checkpoint_of_another_version_stays_until_the_new_one_is_there(bucket: str, tmp_path: Path) -> None:
+    save(remote(f"{bucket}/c", 1, "old"), OLD, world_size=1)
+    manifest = tmp_path / "store/run/c/manifest.json"
+    later = manifest.read_bytes().replace(b'"version": 2', b'"version": 3')
+    manifest.write_bytes(later)
+    ObjectStore.faults["manifest.json"] = "no"
+    assert run_jobs(jobs_of(remote(f"{bucket}/c", 1, "new"), NEW, world_size=1))
+    ObjectStore.faults.clear()
+    assert manifest.read_bytes() == later
+    assert "c/pieces-old/rank-00000.safetensors" in names(tmp_path)
+    save(remote(f"{bucket}/c", 1, "newer"), NEW, world_size=1)
+    assert is_(bucket, NEW)
+    assert {name.split("/")[1] for name in names(tmp_path) if "pieces" in name} == {"pieces-newer"}
+
+
+def test_a_latest_that_the_store_refuses_is_told_of_and_the_checkpoint_is_there(bucket: str, tmp_path: Path) -> None:
+    save(remote(f"{bucket}/c", 1, "old"), OLD, world_size=1)
+    ObjectStore.faults["latest"] = "no"
+    with pytest.warns(UserWarning, match=r"run/c is saved, but the file latest .*the store says no"):
+        save(remote(f"{bucket}/c", 1, "new"), NEW, world_size=1)
+    assert is_(f"{bucket}/c", NEW)
+    assert {name.split("/")[1] for name in names(tmp_path) if "pieces" in name} == {"pieces-new"}

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from zero_strategy.checkpoint.disk import Pace, WriteOptions
+from zero_strategy.checkpoint.disk import Pace, WriteOptions, replace_file, sync
 from zero_strategy.checkpoint.layout import FileLayout, is_inner_path
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import Board, PieceWriter, Sink
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX, rank_path, small_path
+from zero_strategy.checkpoint.writer import naming_latest
 from zero_strategy.runtime.host_bytes import Seen, as_bytes, memory_of
 from zero_strategy.runtime.regular_files import open_regular, read_regular, size_of
 
@@ -207,12 +208,23 @@ class RemoteFolder(Storage):
     def put(self, path: str, content: bytes) -> None:
         """Makes or replaces an object: readers see the old one or the new one."""
         self._make_room(path)
-        self._fs.pipe_file(self._path(path), content)
+        if self._local is None:
+            self._fs.pipe_file(self._path(path), content)
+            return
+        # Of a file that is opened and written, readers and a crash would find a part.
+        replace_file(self._local.directory / path, content)
+        self._flush_folders(path)
 
     def open_new(self, path: str) -> Any:
         """A new object, open for writing from its beginning to its end; it is there when it is closed."""
         self._make_room(path)
         return self._fs.open(self._path(path), "wb")
+
+    def flush(self, path: str) -> None:
+        """Returns when an object that was closed is safe; a store's is when it is closed."""
+        if self._local is not None:
+            sync(self._local.directory / path)
+            self._flush_folders(path)
 
     def remove(self, path: str = "") -> None:
         """Removes an object, or all under a path; nothing there is no error."""
@@ -237,6 +249,11 @@ class RemoteFolder(Storage):
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
+
+    def _flush_folders(self, path: str) -> None:
+        """Flushes the folders in here that a file is in, which may be new."""
+        for parent in Path(path).parents:
+            sync(Path(self._root) / parent)
 
     def _make_room(self, path: str) -> None:
         """Some file systems behind fsspec have real directories."""
@@ -308,6 +325,10 @@ def newest_complete_at(folder: RemoteFolder, without: str = "") -> tuple[RemoteF
     return max(found, key=lambda entry: (entry[1].counters.get("global_steps") or 0, entry[0].url), default=None)
 
 
+_LEFTOVERS = (FOLDER_PREFIX, f".{MANIFEST_NAME}.")
+"""Beginnings of names that a crashed save leaves in a checkpoint: pieces, and a manifest's temporary local file."""
+
+
 class RemotePieceWriter(PieceWriter):
     """One rank's part in saving a checkpoint to a URL, in pieces: there nothing can be changed in place or renamed.
 
@@ -342,16 +363,19 @@ class RemotePieceWriter(PieceWriter):
             return
         names = self._remote.names()
         if MANIFEST_NAME in names:
-            with contextlib.suppress(ValueError):  # a damaged one may be replaced, too
+            try:
                 self._old = self._remote.manifest()
-        elif foreign := [name for name in names if not name.startswith(FOLDER_PREFIX)]:
+            # A damaged one may be replaced, too. It may be of another version: until then all that it may name stays.
+            except ValueError:
+                return
+        elif foreign := [name for name in names if not name.startswith(_LEFTOVERS)]:
             raise ValueError(
                 f"{self._remote.url} is not a checkpoint and holds {foreign[:3]}; it will not be overwritten"
             )
         # The checkpoint that is there stays whole until the new manifest is.
         kept = self._old.pieces.folder if self._old is not None and self._old.pieces is not None else None
         for name in names:
-            if name.startswith(FOLDER_PREFIX) and name != kept:
+            if name.startswith(_LEFTOVERS) and name != kept:
                 self._remote.remove(name)
 
     def commit(
@@ -376,8 +400,9 @@ class RemotePieceWriter(PieceWriter):
         self._remote.put(MANIFEST_NAME, text)
         # Behind the manifest: it never names what is not there.
         if update_latest:
-            parent, name = self._remote.parent()
-            parent.put(LATEST_NAME, f"{name}\n".encode())
+            with naming_latest(self.target):
+                parent, name = self._remote.parent()
+                parent.put(LATEST_NAME, f"{name}\n".encode())
         # Last: until the manifest is replaced, readers follow the old one to the old pieces.
         self._remove_old()
 
@@ -412,13 +437,15 @@ class RemotePieceWriter(PieceWriter):
         except BaseException:
             sink.discard()
             raise
+        # Before this rank's report, which says that the bytes are safe.
+        self._remote.flush(layout.path)
 
     def _remove_old(self) -> None:
         """Leave the rest to the next save: it is no fault of the new checkpoint."""
         old = self._old
         try:
             for name in self._remote.names():
-                if name.startswith(FOLDER_PREFIX) and name != self.folder:
+                if name.startswith(_LEFTOVERS) and name != self.folder:
                     self._remote.remove(name)
             # It was an ordinary checkpoint that somebody uploaded.
             if old is not None and old.pieces is None:
