@@ -18,6 +18,8 @@ from tests.engine.nets import net
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import CheckpointReader
 from zero_strategy.checkpoint.agreement import digest
+from zero_strategy.checkpoint.exports import export_weights
+from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
@@ -154,3 +156,29 @@ def test_frozen_weights_are_referred_to(tmp_path: Path, ranks: Launcher) -> None
         assert "with other values (1): blocks.1.up.bias" in message and "Load the base weights" in message
     (message,) = {str(text) for text in ranks(2)(load_adapter, folder, 3, 5, False)}
     assert "stem.weight" in message and "blocks.2.down.weight" in message and "head" not in message
+
+
+# ---- beside other people's files ----
+
+
+@pytest.mark.parametrize("manifest", ['{"name": "my web app"}', "of no kind", "ours, damaged"])
+def test_an_export_beside_a_manifest_that_tells_nothing_removes_nothing(tmp_path: Path, manifest: str) -> None:
+    engine = engine_of(net(), 0)
+    if manifest == "ours, damaged":
+        engine.save(tmp_path / "app", optimizers=False, update_latest=False).finish()
+        manifest = (tmp_path / "app" / "manifest.json").read_text().replace('"world_size": 1', '"world_size": 2')
+    else:
+        (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text(manifest)
+    (tmp_path / "app" / "data").mkdir()
+    (tmp_path / "app" / "data" / "thesis.tex").write_text("precious")
+    before = {path: path.read_bytes() for path in (tmp_path / "app").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"app/manifest\.json.*export to another directory"):
+        export_weights(engine, tmp_path / "app", {})
+    assert {path: path.read_bytes() for path in (tmp_path / "app").rglob("*") if path.is_file()} == before
+
+
+def test_files_beside_somebody_else_s_manifest_are_all_somebody_else_s(tmp_path: Path) -> None:
+    for name in ("manifest.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert [path.name for path in unlisted(tmp_path)] == ["manifest.json", "model.safetensors"]

@@ -21,7 +21,7 @@ import torch
 
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.disk import remove, sync
-from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME
+from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.checkpoint.storage import RemoteFolder, is_remote, join
 from zero_strategy.checkpoint.writer import unlisted
@@ -248,9 +248,11 @@ def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str
         Whether it was done: not where ranks do not see one directory, of whose weights each host can have but a part.
 
     Raises:
-        OSError, ValueError: On all ranks if one fails.
+        OSError, ValueError: On all ranks if one fails, or there is a `manifest.json` that is no checkpoint's.
     """
     target, staged = Path(directory), Path(directory) / _STAGED
+    # Before the first byte: what refuses the move shall not leave the weights beside it.
+    together(engine.mesh.world_group.control, lambda: _checkpoint_in(target))
     # Until its cleaning is over, too: that looks through the directory into which the files are moved next.
     engine.save(staged, extra_files=files, optimizers=False, update_latest=False).finish()
     control, rank = engine.mesh.world_group.control, engine.mesh.world_group.rank
@@ -268,9 +270,24 @@ def export_weights(engine: CheckpointingEngine, directory: str | os.PathLike[str
     return not divided
 
 
+def _checkpoint_in(target: Path) -> list[Path] | None:
+    """Other people's files beside a checkpoint in a directory; None where there is no checkpoint.
+
+    Raises:
+        ValueError: If its `manifest.json` does not tell one from the other.
+    """
+    if not (target / MANIFEST_NAME).is_file():
+        return None
+    try:
+        Manifest.read(target)
+    except ValueError as error:
+        raise ValueError(f"{error}; nothing is written over what is in {target}: export to another directory") from None
+    return unlisted(target)
+
+
 def _move(staged: Path, target: Path) -> None:
     # While the manifest is there, which tells the checkpoint's files from other people's.
-    found = unlisted(target) if (target / MANIFEST_NAME).is_file() else None
+    found = _checkpoint_in(target)
     # First: from here on nobody takes the rest for a checkpoint.
     (target / MANIFEST_NAME).unlink(missing_ok=True)
     if found is None:
