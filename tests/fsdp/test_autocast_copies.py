@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.nets import loss_of
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.runtime.torch_private import has_saved_tensors_hooks
+from zero_strategy.runtime.torch_private import has_saved_tensors_hooks, is_compiled_in_place
 
 WIDTH = 16
 
@@ -272,3 +272,18 @@ def penalty() -> list[str]:
 
 def test_second_derivatives_are_those_of_stage_one(ranks: Launcher) -> None:
     assert ranks(2)(penalty) == [[], []]
+
+
+def compiled_units() -> list[str]:
+    def forward(module: Net, x: Tensor) -> Tensor:
+        for block in module.blocks:
+            if not is_compiled_in_place(block):
+                block.compile(backend="aot_eager")
+        found: Tensor = module(x)
+        return found
+
+    return equal(trained(3, forward), trained(1))
+
+
+def test_compiled_units_train_the_bits_of_plain_ones(ranks: Launcher) -> None:
+    assert ranks(2)(compiled_units) == [[], []]
