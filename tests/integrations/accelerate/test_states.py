@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from tests.integrations.accelerate.training import Job, Net, Run, difference, fresh_state, make, train
 from tests.launcher import Launcher
+from zero_strategy.checkpoint.save_job import SaveJob
 from zero_strategy.cli import main
 
 
@@ -137,6 +139,70 @@ def test_automatic_names_and_their_limit(ranks: Launcher, tmp_path: Path) -> Non
             ["checkpoint_0", "checkpoint_1"],
             ["checkpoint_1", "checkpoint_2"],
         ]
+
+
+def half_saved(folder: str) -> list[list[str]]:
+    """Checkpoints while one of two models is still written, when that has failed, and after a save that went well."""
+    gate, run = threading.Event(), SaveJob._run
+
+    def late(job: SaveJob, *arguments: Any) -> None:
+        if "model_0" in str(job.writer.target):
+            gate.wait(60)
+            raise OSError("disk full")
+        run(job, *arguments)
+
+    def names() -> list[str]:
+        return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+    with fresh_state(), pytest.MonkeyPatch.context() as patch:
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+        accelerator: Any = make(2, {"checkpoint": {"asynchronous": True}}, project_config=project)
+        one, two = accelerator.prepare(Net(), nn.Linear(3, 2))
+        accelerator.save_state()
+        accelerator.wait_for_saves()
+        patch.setattr(SaveJob, "_run", late)
+        accelerator.save_state()
+        accelerator.engine(two).saver.finish()
+        found = [names()]
+        gate.set()
+        with pytest.raises(OSError, match="disk full"):
+            accelerator.engine(one).saver.finish()
+        found.append(names())
+        patch.undo()
+        accelerator.save_state()
+        accelerator.wait_for_saves()
+        return [*found, names()]
+
+
+def test_an_old_state_stays_until_every_model_of_a_new_one_is_written(ranks: Launcher, tmp_path: Path) -> None:
+    during, failed, written = ranks(1)(half_saved, str(tmp_path))[0]
+    assert during == failed == ["checkpoint_0", "checkpoint_1"] and written == ["checkpoint_2"]
+
+
+def mixed(folder: str) -> tuple[str, bool]:
+    """The refusal of a directory with models of two saves, and whether models are as they were before it."""
+    with fresh_state():
+        accelerator: Any = make(2, {"checkpoint": {"asynchronous": False}})
+        models = accelerator.prepare(Net(), nn.Linear(3, 2))
+        accelerator.save_state(folder)
+        (Path(folder) / "model_1").rename(Path(folder).parent / "old")
+        accelerator.save_state(folder)
+        shutil.rmtree(Path(folder) / "model_1")
+        (Path(folder).parent / "old").rename(Path(folder) / "model_1")
+        with torch.no_grad():
+            for parameter in (parameter for model in models for parameter in model.parameters()):
+                parameter.add_(1)
+        before = [accelerator.get_state_dict(model) for model in models]
+        with pytest.raises(ValueError) as raised:
+            accelerator.load_state(folder)
+        after = [accelerator.get_state_dict(model) for model in models]
+        same = all(torch.equal(a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
+        return str(raised.value), same
+
+
+def test_a_state_that_is_refused_changes_no_model(ranks: Launcher, tmp_path: Path) -> None:
+    text, same = ranks(1)(mixed, str(tmp_path / "c"))[0]
+    assert "several saves" in text and same
 
 
 def hooked(folder: str) -> list[str]:

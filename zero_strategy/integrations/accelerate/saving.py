@@ -25,12 +25,15 @@ from accelerate.checkpointing import (
     save_custom_state,
 )
 
-from zero_strategy.checkpoint.manifest import MANIFEST_NAME
+from zero_strategy.checkpoint.folders import checkpoint_directory
+from zero_strategy.checkpoint.manifest import MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.writer import unlisted
+from zero_strategy.comm.store import together
 from zero_strategy.engine import ZeroEngine
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint import StateReader
+    from zero_strategy.checkpoint.save_job import PendingSave
 
 _FOLDER = "accelerate"
 """In the checkpoint: Accelerate's own files."""
@@ -78,8 +81,8 @@ def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: s
         )
         for engine, place in zip(engines, places, strict=True)
     ]
-    for old in stale if accelerator.is_main_process else ():
-        saves[-1].then(partial(_remove, old))  # not before there is another
+    if accelerator.is_main_process:
+        _after_all(saves, partial(_remove, stale))  # not before there is another, with all its models
     for hook in hooks:  # they may write into the directory, which was replaced as a whole
         # As under FSDP and DeepSpeed, where Accelerate gives hooks no weights either.
         hook(accelerator._models, [], str(directory))
@@ -109,19 +112,21 @@ def load_prepared(
     # A copy of the list, as hooks take out the models that they load.
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(list(accelerator._models), str(directory))
-    saves: list[tuple[Any, Any]] = []
-    for engine, place in zip(engines, _places(directory, len(engines)), strict=True):
+    places = _places(directory, len(engines))
+    entries = together(engines[0].mesh.world_group.control, lambda: [_entry(place) for place in places])
+    saves = {(ours.get("save"), ours.get("models", len(engines))) for ours in entries}
+    # Before the first is loaded: a refusal leaves all models as they are.
+    if len(saves) > 1 or any(models != len(engines) for _, models in saves):
+        raise ValueError(
+            f"{directory} holds models of several saves, or {max(models for _, models in saves)} models where "
+            f"{len(engines)} are prepared: a save was interrupted between two models, or others were prepared; take an "
+            "earlier one"
+        )
+    for engine, place, ours in zip(engines, places, entries, strict=True):
         reader = engine.load(place, **options)
-        ours = reader.manifest.user.get(_KEY, {}) if reader.has_manifest else {}
-        saves.append((ours.get("save"), ours.get("models", len(engines))))
-        if len(set(saves)) > 1 or saves[0][1] != len(engines):
-            raise ValueError(
-                f"{directory} holds models of several saves, or {saves[-1][1]} models where {len(engines)} are "
-                "prepared: a save was interrupted between two models, or others were prepared; take an earlier one"
-            )
         if engine is engines[0] and ours:
             _restore(accelerator, reader, load_kwargs)
-            accelerator.step = reader.manifest.user[_KEY]["step"]
+            accelerator.step = ours["step"]
             engine.load_random_state(reader)  # once more: restoring may have drawn
         elif engine is engines[0]:
             _restore_plain(accelerator, directory, load_kwargs)
@@ -178,6 +183,15 @@ def _places(directory: Path, models: int) -> list[Path]:
     return [directory] if models == 1 else [directory / f"model_{number}" for number in range(models)]
 
 
+def _entry(place: Path) -> dict[str, Any]:
+    """The Accelerator's own entry in a checkpoint's user metadata; {}: somebody else has saved it."""
+    found = checkpoint_directory(place)
+    if not (found / MANIFEST_NAME).is_file():
+        return {}
+    entry: dict[str, Any] = Manifest.load(found).user.get(_KEY, {})
+    return entry
+
+
 def _check_replaceable(engine: ZeroEngine, directory: Path, places: Sequence[Path], hooks: bool) -> None:
     """A save replaces its directory as a whole, with all that somebody else has put there."""
     foreign = [str(path) for place in places for path in unlisted(place)]
@@ -191,12 +205,21 @@ def _check_replaceable(engine: ZeroEngine, directory: Path, places: Sequence[Pat
         )
 
 
-def _remove(directory: Path) -> None:
+def _after_all(saves: Sequence[PendingSave], action: Callable[[], object]) -> None:
+    """Do something once all of these checkpoints are there, and not if one of them cannot be."""
+    if not saves:
+        action()
+    else:  # one after the other, whichever ends last
+        saves[0].then(partial(_after_all, saves[1:], action))
+
+
+def _remove(directories: Sequence[Path]) -> None:
     """A checkpoint too many is no reason to fail, and none to be silent."""
-    try:
-        shutil.rmtree(directory)
-    except OSError as error:
-        warnings.warn(f"{directory}: an old checkpoint could not be removed: {error}", stacklevel=2)
+    for directory in directories:
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            warnings.warn(f"{directory}: an old checkpoint could not be removed: {error}", stacklevel=2)
 
 
 def _numbered(folder: Path) -> list[Path]:
