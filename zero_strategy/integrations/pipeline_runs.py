@@ -30,12 +30,16 @@ from zero_strategy.runtime.torch_private import tree_flatten, tree_map_only
 _SAMPLED_BYTES = 1 << 20
 """Of a tensor, to tell whether ranks have the same data."""
 
+_OWN = frozenset({"_loader", "_ranks", "_names"})
+
 
 class SameNumber:
     """A data loader without a length, whose ranks look after each batch whether all have one more.
 
+    All other attributes are the loader's, to read and to set; `same_number` makes one.
+
     Args:
-        loader: The loader; it has all other attributes.
+        loader: The loader.
         ranks: Who looks.
         names: What these are called in the world.
     """
@@ -61,7 +65,35 @@ class SameNumber:
             number += 1
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask before the attributes are there.
+        if name.startswith("__") or name in _OWN:
+            raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)  # Lightning sets `worker_init_fn`
+
+
+class StatefulSameNumber(SameNumber):
+    """The same around a loader that knows where it is; apart, since Lightning looks for the methods in the class."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the loader go on where a state was taken."""
+        self._loader.load_state_dict(state)
+
+
+def same_number(loader: Any, ranks: Communicator, names: Sequence[int]) -> SameNumber:
+    """A `SameNumber`, with a state if the loader has one."""
+    stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    return (StatefulSameNumber if stateful else SameNumber)(loader, ranks, names)
 
 
 _END = object()
@@ -205,7 +237,9 @@ class IntegrationRunner:
             RuntimeError: If the result was computed from the loss in a way that its gradients know nothing of.
         """
         expected = scale / self.accumulation
-        for leaf in self._leaves:
+        # Before they are looked at: under Accelerate no later step would drop those that are refused.
+        leaves, self._leaves = self._leaves, []
+        for leaf in leaves:
             factor = 0.0 if leaf.grad is None else float(leaf.grad) / expected
             # A factor in 16 bits is rounded by some tenths of a percent.
             if not math.isclose(factor, 1.0, rel_tol=1e-2):
@@ -214,6 +248,10 @@ class IntegrationRunner:
                     f"already, and what was returned changes {factor:g} times as fast; put factors into the loss "
                     "function (pipeline_loss)"
                 )
+
+    def abandon_backward(self) -> None:
+        """A backward has failed: gradients that were put aside show, for `zero_grad` to remove, and nobody waits."""
+        self._put_back()
         self._leaves.clear()
 
     @property

@@ -59,7 +59,9 @@ def take_over(module: nn.Module, by: str, *, own: Collection[ZeroEngine] = ()) -
         RuntimeError: If one of them is in use, or cannot give its module back; names the way out.
         ValueError: If one of them is among `own`, or a script's own.
     """
-    for engine in engines_over(module):
+    found = engines_over(module)
+    # All are looked at before the first is closed, which could not be given back to a holder who goes on with it.
+    for engine in found:
         name, other = type(module).__name__, type(engine.module).__name__
         if any(engine is mine for mine in own):
             raise ValueError(
@@ -77,6 +79,7 @@ def take_over(module: nn.Module, by: str, *, own: Collection[ZeroEngine] = ()) -
                 f"this {name} is sharded by an engine of the script itself (ZeroEngine, initialize), which may go on "
                 f"with it: call zero_strategy.engine_of({name.lower()}).close(gather=True) first, on all ranks"
             )
+    for engine in found:
         engine.close(gather=True, reason=by)
 
 

@@ -7,6 +7,8 @@ of a member divide its tokens among each other in order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,6 +44,14 @@ class SequenceGroup:
             raise ValueError(f"ulysses={ulysses}: must divide the {self.size} ranks of the group")
         self.ring = self.size // self.ulysses
         self.used = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a worker of a loader, which knows whose tokens are where, and exchanges nothing."""
+        return {name: value for name, value in vars(self).items() if name not in ("ranks", "counters")}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceGroup:
+        """Give a copy of a model the same ranks."""
+        return self
 
     @property
     def member(self) -> int:

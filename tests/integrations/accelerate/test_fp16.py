@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -316,3 +318,22 @@ def test_a_plain_scaler_is_gone_on_from(ranks: Launcher, tmp_path: Path) -> None
     plain = torch.amp.GradScaler("cpu")
     plain.load_state_dict(state)  # and the other way round
     assert plain.get_scale() == 512.0
+
+
+def freed(steps: bool) -> list[bool]:
+    """Whether anything of a model and its optimizer is alive after `free_memory`."""
+    with fresh_state():
+        job = Job.of(make(2, mixed_precision="fp16"))
+        job.accelerator.backward(job.model(torch.ones(2, 6)).sum())
+        job.accelerator.clip_grad_norm_(job.model.parameters(), 1.0)  # unscales
+        if steps:
+            job.optimizer.step()
+        held = [ref(job.model), ref(job.optimizer.optimizer)]
+        job.model, job.optimizer, job.scheduler = job.accelerator.free_memory(job.model, job.optimizer, job.scheduler)
+        gc.collect()
+        return [one() is not None for one in held]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_the_scaler_holds_no_optimizer_after_free_memory(ranks: Launcher, steps: bool) -> None:
+    assert ranks(1)(freed, steps) == [[False, False]]

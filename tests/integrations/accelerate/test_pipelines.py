@@ -147,3 +147,35 @@ def test_accelerate_pipeline_what_is_refused(ranks: Launcher) -> None:
     for found in ranks(2)(refused):
         assert len(found) == 3
         assert "dispatch_batches=False" in found[0] and "not for pipelines" in found[1] and "1 row(s)" in found[2]
+
+
+def gone_on(failure: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Errors of a loop of two batches, of which the first fails, and the weights after a step on the second."""
+    with fresh_state():
+        accelerator = accelerator_of(1)
+        model, loader = accelerator.prepare(pipeline(2), DataLoader(data(), batch_size=BATCH))
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        first, second, *_ = list(loader)
+        errors = []
+        for batch in [first, second, second] if failure else [second]:
+            try:
+                loss = model.loss(batch)
+                if failure == "loss" and batch is first:
+                    raise ArithmeticError("between loss and backward")
+                accelerator.backward(loss.detach() if failure == "backward" and batch is first else loss)
+                optimizer.step()
+            except (ArithmeticError, RuntimeError) as error:
+                errors.append(str(error))
+            optimizer.zero_grad()
+            if accelerator.engine(model).steps.taken:
+                break
+        return errors, accelerator.engine(model).full_state_dict()
+
+
+@pytest.mark.parametrize("failure", ["loss", "backward"])
+def test_a_loop_goes_on_after_a_batch_that_failed(ranks: Launcher, failure: str) -> None:
+    _, expected = ranks(2)(gone_on, "")[0]
+    for errors, found in ranks(2)(gone_on, failure):
+        # A loss without a backward is told once, since its gradients are in the sum.
+        assert len(errors) == (2 if failure == "loss" else 1), errors
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

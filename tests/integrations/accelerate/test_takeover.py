@@ -121,3 +121,72 @@ def test_a_module_goes_from_face_to_face(ranks: Launcher, stage: int) -> None:
         assert "Fabric has no engine" in found[1]
         assert "by an engine of the script itself" in found[2] and "close(gather=True)" in found[2]
         assert "shares parameters with the Module that was prepared already" in found[3]
+
+
+class Seen(nn.Module):
+    """Remembers the dtype that its layer computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), torch.float64
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.seen = y.dtype
+        return y
+
+
+def precisions(order: list[str], end: str) -> tuple[list[torch.dtype], list[str]]:
+    """Dtypes in which accelerators of these precisions compute one after the other, and what the last one leaves."""
+    model, found = Seen(), []
+    before = set(vars(model))
+    for precision in order:
+        with fresh_state():
+            make(2, mixed_precision=precision).prepare(model)
+            model(torch.ones(2, 4))
+            found.append(model.seen)
+            if end == "close":
+                zero_strategy.engine_of(model).close(gather=True)
+    if end != "close":
+        zero_strategy.engine_of(model).close(gather=True)
+    return found, sorted(set(vars(model)) - before)
+
+
+@pytest.mark.parametrize("end", ["taken over", "close"])
+def test_a_model_computes_in_the_precision_of_the_accelerator_that_has_it(ranks: Launcher, end: str) -> None:
+    found, left = ranks(1)(precisions, ["no", "bf16", "no", "bf16"], end)[0]
+    assert found == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    assert not left, "marks of `prepare` on a plain module"
+
+
+def own_forward() -> bool:
+    """A forward that a script has set on its model is there again in the end."""
+    model = Seen()
+    own = model.forward
+    model.forward = own  # type: ignore[method-assign]
+    with fresh_state():
+        make(2, mixed_precision="bf16").prepare(model)
+        assert vars(model)["forward"] is not own
+        zero_strategy.engine_of(model).close(gather=True)
+    return vars(model)["forward"] is own
+
+
+def test_a_models_own_forward_comes_back(ranks: Launcher) -> None:
+    assert ranks(1)(own_forward) == [True]
+
+
+def refused_takeover() -> tuple[str, bool]:
+    with fresh_state():
+        prepared, scripts = nn.Linear(4, 4), nn.Linear(4, 4)
+        make(2).prepare(prepared)
+        engine = zero_strategy.engine_of(prepared)
+        mine = ZeroEngine(scripts, load_config(stage=2))
+        text = message(lambda: make(2).prepare(nn.Sequential(prepared, scripts)))
+        ended = engine.ended
+        mine.close(gather=True)
+        return text, ended
+
+
+def test_a_takeover_that_is_refused_ends_no_engine(ranks: Launcher) -> None:
+    text, ended = ranks(1)(refused_takeover)[0]
+    assert "by an engine of the script itself" in text and not ended

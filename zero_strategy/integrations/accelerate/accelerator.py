@@ -47,14 +47,18 @@ from zero_strategy.integrations.accelerate.launch import (
     with_parallelism,
     without_parallelism,
 )
-from zero_strategy.integrations.accelerate.models import PreparedModels, compile_in_place, facts_of_prepared
+from zero_strategy.integrations.accelerate.models import (
+    PreparedModels,
+    compile_in_place,
+    facts_of_prepared,
+    forget_prepared,
+)
 from zero_strategy.integrations.accelerate.optimizers import GroupedScheduler, ZeroOptimizer
 from zero_strategy.integrations.accelerate.pipelines import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.integrations.accelerate.saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate.scaler import AgreedGradScaler, loss_scale_rule
 from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
-from zero_strategy.integrations.casts import tell_casts
-from zero_strategy.integrations.huggingface.sequence_batches import CutLoader
+from zero_strategy.integrations.huggingface.sequence_batches import cut_batches
 from zero_strategy.integrations.huggingface.sequence_models import SequenceModel, divide_sequences
 from zero_strategy.integrations.huggingface.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.integrations.takeover import hold, take_over
@@ -225,6 +229,7 @@ class ZeroAccelerator(Accelerator):
             return model
         take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
         self._models = [known for known in self._models if known is not model]  # whose engine has ended
+        forward = vars(model).get("forward")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
         try:
@@ -240,14 +245,13 @@ class ZeroAccelerator(Accelerator):
             # Before the engine, which shards what each rank has of divided layers.
             self._replaced.update(divide_if_asked(model, self.zero_config, self._tensor_mesh))
             engine = ZeroEngine(model, resolve(self.zero_config, self.num_processes), device=self.device)
+        # Accelerate's marks would let another accelerator pass over the model, and its autocast stay.
+        engine.when_plain(partial(forget_prepared, model, forward, vars(model).get("forward")))
         hold(engine, self)
         self._divided[id(model)] = divide_sequences(engine)
         for divided in self._divided[id(model)]:
             divided.cut_already = self._loaders_cut
         install_diagnostics(engine)
-        if (dtype := _AUTOCAST.get(self.mixed_precision)) is not None and not evaluation_mode:
-            asked = f"mixed_precision={self.mixed_precision!r}"
-            tell_casts(engine, dtype, asked, f'mixed_precision="no" and model.to({dtype}) before `prepare`')
         engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
         # After the engine, whose hooks run inside of a module's compiled call.
@@ -328,7 +332,9 @@ class ZeroAccelerator(Accelerator):
             prepared = super().prepare_data_loader(data_loader, *arguments, **keywords)
         finally:
             self._share, self.dataloader_config.dispatch_batches = None, dispatch
-        return CutLoader(prepared, self._sequence) if self._loaders_cut else prepared
+        if self._loaders_cut:
+            cut_batches(prepared, self._sequence)
+        return prepared
 
     @property
     def _shares(self) -> tuple[int, int]:
@@ -451,6 +457,9 @@ class ZeroAccelerator(Accelerator):
         All ranks call it. A model whose engine has ended keeps what it has: at stage 3, this rank's slices.
         """
         for item in objects:
+            if self.scaler is not None and (engine := self.engines.get(id(item))) is not None:
+                # Gradients may be unscaled, and no step have followed.
+                self.scaler.forget(sharded.optimizer for sharded in engine.optimizers)
             self._prepared.end(item)
         return super().free_memory(*objects)
 
@@ -462,12 +471,18 @@ class ZeroAccelerator(Accelerator):
         Raises:
             RuntimeError: If the loss uses released parameters outside of their module's forward (stage 3), naming them.
         """
-        for engine in self.engines.values():
-            engine.check_loss(loss, self.loss_weight)
         waiting = waiting_runners(self._models)
-        for runner in waiting:
-            runner.begin_backward()
-        super().backward(loss, **keywords)
+        try:
+            for engine in self.engines.values():
+                engine.check_loss(loss, self.loss_weight)
+            for runner in waiting:
+                runner.begin_backward()
+            super().backward(loss, **keywords)
+        except BaseException:
+            # Else a loop that goes on would have this loss refused after the next one's backward.
+            for runner in waiting:
+                runner.abandon_backward()
+            raise
         scale = 1.0 if self.scaler is None or not self.scaler.is_enabled() else float(self.scaler.get_scale())
         for runner in waiting:
             runner.end_backward(scale)

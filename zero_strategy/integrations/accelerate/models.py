@@ -279,6 +279,22 @@ def _repeats(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
 
 
+def forget_prepared(model: nn.Module, before: Any, wrapped: Any) -> None:
+    """Take off what Accelerate's `prepare` has put on a model: its marks, and the forward under autocast.
+
+    Args:
+        model: The model, which is plain again.
+        before: The `forward` among its attributes before; None: that of its class.
+        wrapped: The one afterwards. Where somebody has put another one over it since, that stays.
+    """
+    for name in ("_is_accelerate_prepared", "_original_forward"):
+        vars(model).pop(name, None)
+    if wrapped is not before and vars(model).get("forward") is wrapped:
+        del vars(model)["forward"]
+        if before is not None:
+            vars(model)["forward"] = before
+
+
 def _remove_no_sync(model: nn.Module) -> None:
     if isinstance(vars(model).get("no_sync"), NoSync):
         object.__delattr__(model, "no_sync")

@@ -6,7 +6,7 @@ them, undoing the scale and skipping a step are the engine's business; this clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -53,8 +53,8 @@ class AgreedGradScaler(GradScaler):
         self.rule, self._engine_of, self._together = rule, engine_of, together
         self._in_gradients = 0.0  # the scale of the last backward
         self._backwards = 0
-        self._finite: dict[Optimizer, bool] = {}  # of those whose gradients are unscaled
-        self._unscaled_after: dict[Optimizer, int] = {}  # after which backward
+        # Of those whose gradients are unscaled: all finite, and after which backward. Entries go with the step.
+        self._unscaled: dict[Optimizer, tuple[bool, int]] = {}
         self._stepped: list[bool] = []  # outcomes that `update` is yet to follow
         self._before: dict[str, Any] | None = None  # the rule before it followed a step after this backward
         self._all_finite = True
@@ -71,7 +71,7 @@ class AgreedGradScaler(GradScaler):
     def is_unscaled(self, optimizer: Optimizer) -> bool:
         """True if the scale was undone in an optimizer's gradients already, since the last backward."""
         inner = _inner(optimizer)
-        return inner in self._finite and self._unscaled_after[inner] == self._backwards
+        return inner in self._unscaled and self._unscaled[inner][1] == self._backwards
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Undo the scale in an optimizer's gradients; its next step is skipped if one of any rank is not finite.
@@ -84,17 +84,17 @@ class AgreedGradScaler(GradScaler):
         if self.rule is None:
             return
         inner = _inner(optimizer)
-        if inner in self._finite:
+        if inner in self._unscaled:
             raise RuntimeError(
                 f"the gradients of {type(inner).__name__} are unscaled already, and a backward has run since: unscale "
                 "and clip only before a step (`if accelerator.sync_gradients:`), or call zero_grad()"
             )
         if not self._in_gradients:
             raise RuntimeError("no loss was scaled: call accelerator.backward(loss) in place of loss.backward()")
-        self._unscaled_after[inner] = self._backwards
         # Not by the rule's scale, which may have moved after another optimizer's step.
         with self._together("unscale_gradients", inner):
-            self._finite[inner] = self._engine_of(inner).unscale_gradients(inner, scale=self._in_gradients)
+            finite = self._engine_of(inner).unscale_gradients(inner, scale=self._in_gradients)
+            self._unscaled[inner] = finite, self._backwards
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Undo the scale unless that is done, and step; the engine leaves all as it is if gradients overflowed.
@@ -109,9 +109,9 @@ class AgreedGradScaler(GradScaler):
         if any(argument is not None for argument in (*args, *kwargs.values())):
             raise RuntimeError("a step with a closure cannot be scaled in fp16: call it without, after the backward")
         with self._together("optimizer.step", inner):
-            if inner not in self._finite:
+            if inner not in self._unscaled:
                 self.unscale_(inner)
-            self._stepped.append(self._finite.pop(inner))
+            self._stepped.append(self._unscaled.pop(inner)[0])
             inner.step()
 
     @property
@@ -153,9 +153,14 @@ class AgreedGradScaler(GradScaler):
             self._drop_without_gradients()
         self._backwards, self._in_gradients, self._before, self._all_finite = position
 
+    def forget(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let go of optimizers whose engine ends; they take no step any more."""
+        for optimizer in optimizers:
+            self._unscaled.pop(optimizer, None)
+
     def _drop_without_gradients(self) -> None:
-        for optimizer in [other for other in self._finite if not _has_gradients(other)]:
-            del self._finite[optimizer]  # they were dropped without a step
+        for optimizer in [other for other in self._unscaled if not _has_gradients(other)]:
+            del self._unscaled[optimizer]  # they were dropped without a step
 
     # ---- settings and state, in torch's form ----
 

@@ -6,7 +6,8 @@ place of a 4-d mask, which models hand on as it is, also to layers that a checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,32 +173,42 @@ class AttentionFunction:
 # ---- loaders that cut ----
 
 
-class CutLoader:
-    """A loader that gives each rank its tokens, as Accelerate's does where a `ParallelismConfig` has `sp_size`.
+def cut_batches(loader: Any, group: Callable[[], SequenceGroup]) -> None:
+    """Let a prepared loader give each rank its tokens, as Accelerate's where a `ParallelismConfig` has `sp_size`.
 
     Batches get `position_ids`, and `shift_labels` in the place of `labels`.
 
     Args:
-        loader: The loader of whole batches.
+        loader: Accelerate's, of whole batches.
+        group: Gives the ranks, once there is a model.
+    """
+    inner = loader.base_dataloader
+    # By its collation, which is all that a loader made of this one takes along (`skip_first_batches`).
+    if not isinstance(inner.collate_fn, CutCollation):
+        inner.collate_fn = CutCollation(inner.collate_fn, group)
+
+
+class CutCollation:
+    """Makes a batch of samples, and this rank's tokens of it.
+
+    Args:
+        collate: Makes whole batches.
         group: Gives the ranks, once there is a model.
     """
 
-    def __init__(self, loader: Any, group: Callable[[], SequenceGroup]) -> None:
-        self._loader, self._group = loader, group
+    def __init__(self, collate: Callable[[Any], Any], group: Callable[[], SequenceGroup]) -> None:
+        self._collate, self._group = collate, group
 
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask before the attributes are there.
-        if name.startswith("__") or name in ("_loader", "_group"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+    def __call__(self, samples: Any) -> dict[str, Any]:
+        return cut_batch(self._collate(samples), self._group())
 
-    def __len__(self) -> int:
-        return len(self._loader)
+    def __reduce__(self) -> tuple[type[CutCollation], tuple[Any, Callable[[], SequenceGroup]]]:
+        # A worker that is spawned, not forked, has no engines to ask.
+        return CutCollation, (self._collate, partial(_same, self._group()))
 
-    def __iter__(self) -> Iterator[Any]:
-        group = self._group()
-        for batch in self._loader:
-            yield cut_batch(batch, group)
+
+def _same(group: SequenceGroup) -> SequenceGroup:
+    return group
 
 
 def cut_batch(batch: Any, group: SequenceGroup) -> dict[str, Any]:

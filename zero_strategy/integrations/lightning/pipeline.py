@@ -27,7 +27,7 @@ from zero_strategy.integrations.lightning.checkpoint_dict import untouched, whol
 from zero_strategy.integrations.lightning.module_engine import engine_for, engine_of
 from zero_strategy.integrations.lightning.setup import schedulers_left_alone
 from zero_strategy.integrations.lightning.trainer import StrategySettings
-from zero_strategy.integrations.pipeline_runs import IntegrationRunner, SameNumber
+from zero_strategy.integrations.pipeline_runs import IntegrationRunner, same_number
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule
@@ -309,7 +309,7 @@ class TrainerPipeline(_Base):
         dataloader = super().process_dataloader(dataloader)
         if _has_length(dataloader):
             return dataloader
-        return SameNumber(dataloader, *self._alike())
+        return same_number(dataloader, *self._alike())
 
     def _alike(self) -> tuple[Communicator, list[int]]:
         """Ranks that need the same number of batches: all ranks in training, else those of a pipeline."""
