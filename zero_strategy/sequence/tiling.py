@@ -31,6 +31,8 @@ _ELEMENTS = 2**24
 _SHARE = 8
 """A chunk has at most this share of the tokens, and at least so many tokens as make a matrix product worthwhile."""
 _LEAST = 64
+_MLPS = ("mlp", "feed_forward")
+"""Names that models give to modules which work token by token."""
 
 
 @dataclass(frozen=True)
@@ -380,13 +382,18 @@ class TiledHead:
         return PlainForward, (self._head, None)
 
 
-def tile_modules(model: nn.Module, tokens: int, names: Sequence[str] = ("mlp", "feed_forward")) -> list[str]:
+def tileable_modules(model: nn.Module, names: Sequence[str] = _MLPS) -> list[str]:
+    """Paths of the modules of a model that have one of these names."""
+    return [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+
+
+def tile_modules(model: nn.Module, tokens: int, names: Sequence[str] = _MLPS) -> list[str]:
     """Tile the modules of a model that have one of these names.
 
     Returns:
         Their paths.
     """
-    found = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in names]
+    found = tileable_modules(model, names)
     for path in found:
         TiledForward(model.get_submodule(path), tokens)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -272,6 +273,30 @@ def test_the_loop_of_accelerate_where_loaders_cut(ranks: Launcher) -> None:
         assert apart(state, weights) < 2e-5 and rates == pytest.approx(rate) and named == ["rank 0"] and seen == [0]
 
 
+def skipped() -> tuple[list[Any], list[Any], list[Any], list[Any], bool]:
+    """Batches of a loader that cuts, and of loaders that are made of it, from the second one on."""
+    with fresh_state():
+        sizes = ParallelismConfig(dp_shard_size=1, sp_size=2)
+        accelerator = ZeroAccelerator(zero_config={"stage": 2}, parallelism_config=sizes)
+        loader = DataLoader(data("plain", 4), batch_size=1, collate_fn=collate)
+        _, loader = accelerator.prepare(build("llama"), loader)
+        # The function, which the Trainer of transformers calls; an accelerator's method does so, too.
+        later = skip_first_batches(loader, 1)
+        # As a worker gets it that is not forked.
+        sent = pickle.loads(pickle.dumps(loader.collate_fn))
+        again = accelerator.prepare(loader)
+        parts = [sent([row]) for row in data("plain", 4)][1:]
+        return list(loader)[1:], list(later), parts, list(again)[1:], later.device == accelerator.device
+
+
+def test_loaders_that_skip_batches_cut_and_move_them(ranks: Launcher) -> None:
+    for batches, later, parts, again, moved in ranks(2)(skipped):
+        assert moved and len(batches) == 3 and batches[0]["input_ids"].shape[1] < TOKENS
+        for found in (later, parts, again):
+            for one, other in zip(batches, found, strict=True):
+                assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 # ---- Lightning ----
 
 
@@ -469,6 +494,66 @@ def test_models_without_tiles_are_refused_by_name(ranks: Launcher) -> None:
     scaled, bert, opt = ranks(1)(untiled)[0]
     assert "computes with its logits" in scaled
     assert "BertForMaskedLM is no causal" in bert and "OPTForCausalLM has no modules called mlp" in opt
+
+
+class Both(torch.nn.Module):
+    """Two models, of which the second cannot be tiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = build("llama"), build("bert")
+
+
+def own_loss(logits: Tensor, labels: Any, vocab_size: int, **_: Any) -> Tensor:
+    return logits.sum()
+
+
+def left_by_refusals() -> list[tuple[str, list[str]]]:
+    """What is on models whose tiles were refused."""
+    scripts = build("llama")
+    scripts.loss_function = own_loss
+    found = []
+    for module in (scripts, Both()):
+        before = {path: {*vars(part)} for path, part in module.named_modules()}
+        engine = ZeroEngine(module, {"stage": 0, "activation_checkpointing": {"tile_tokens": 4}})
+        with pytest.raises(ValueError) as raised:
+            divide_sequences(engine)
+        engine.close(gather=True)
+        left = [f"{path}.{name}" for path, part in module.named_modules() for name in {*vars(part)} - before[path]]
+        models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+        left += [f"{type(one).__name__} hooks" for one in models if one._forward_pre_hooks or one._forward_hooks]
+        found.append((str(raised.value), left))
+    assert scripts.loss_function is own_loss
+    return found
+
+
+def test_models_whose_tiles_are_refused_stay_as_they_were(ranks: Launcher) -> None:
+    (loss, first), (bert, second) = ranks(1)(left_by_refusals)[0]
+    assert "own_loss" in loss and "BertForMaskedLM is no causal" in bert and not first and not second
+
+
+def logits_after_an_evaluation(folder: str) -> tuple[bool, bool]:
+    """Whether a model gives logits without gradients, before and after an evaluation that wants losses alone."""
+    with fresh_state():
+        arguments = TrainingArguments(
+            folder, per_device_eval_batch_size=1, prediction_loss_only=True, report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        zero = {"stage": 2, "activation_checkpointing": {"tile_tokens": 4}}
+        keywords: dict[str, Any] = {"eval_dataset": data("plain", 2), "data_collator": collate}
+        trainer = ZeroTrainer(build("llama"), arguments, zero_config=zero, **keywords)
+
+        def logits() -> bool:
+            with torch.no_grad():
+                return trainer.model(**collate([sample(0)])).logits is not None
+
+        before = logits()
+        trainer.evaluate()
+        return before, logits()
+
+
+def test_a_model_gives_logits_after_an_evaluation_of_losses_alone(ranks: Launcher, tmp_path: Path) -> None:
+    assert ranks(1)(logits_after_an_evaluation, str(tmp_path)) == [(True, True)]
 
 
 class Shifted(LlamaForCausalLM):

@@ -29,6 +29,7 @@ from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import load_config
 from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.integrations.accelerate import ZeroAccelerator
+from zero_strategy.integrations.huggingface import tensor_models
 from zero_strategy.integrations.huggingface.pretrained import pipeline_layers, pipeline_loss
 from zero_strategy.integrations.transformers import ZeroTrainer, divide_layers, divide_sequences, from_pretrained
 
@@ -431,3 +432,33 @@ def test_tensor_model_what_cannot_be_divided_is_named(ranks: Launcher) -> None:
     for plan, heads, style, names in ranks(2)(refused):
         assert "GPT2LMHeadModel has no tp_plan" in plan and "1 num_attention_heads" in heads
         assert "'sideways'" in style and "no module of LlamaForCausalLM" in names
+
+
+class Broken:
+    """A communicator whose ranks are gone."""
+
+    closed = False
+
+    def __init__(self, *_: Any) -> None:
+        type(self).closed = False
+
+    def broadcast(self, *_: Any) -> None:
+        raise RuntimeError("a rank is gone")
+
+    def close(self) -> None:
+        type(self).closed = True
+
+
+class OneMesh:
+    device_type = "cpu"
+
+    def get_group(self) -> None:
+        """It has none."""
+
+
+def test_a_copy_that_fails_closes_its_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_models, "Communicator", Broken)
+    mesh: Any = OneMesh()
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        tensor_models._copy_undivided(torch.nn.Linear(2, 2), mesh)
+    assert Broken.closed

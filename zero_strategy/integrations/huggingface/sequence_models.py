@@ -36,7 +36,7 @@ from zero_strategy.integrations.huggingface.sequence_batches import (
 from zero_strategy.integrations.huggingface.tensor_models import hugging_face_models
 from zero_strategy.sequence import SequenceGroup, Visible
 from zero_strategy.sequence.attention import heads_divide
-from zero_strategy.sequence.tiling import TiledForward, TiledHead, tile_modules
+from zero_strategy.sequence.tiling import TiledForward, TiledHead, tile_modules, tileable_modules
 
 _LOSSES = ("ForCausalLM", "LMHeadModel")
 _TOKENWISE = ("ForMaskedLM", "ForTokenClassification")
@@ -61,14 +61,18 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
     if not asked:
         return []
     found = hugging_face_models(engine.module)
-    if found and engine.sequence.size > 1:
-        # All are looked at before the first is changed.
-        for outer, model in found:
+    # All are looked at before the first is changed.
+    for outer, model in found:
+        if engine.sequence.size > 1:
             check_divisible(outer, model)
+        if tokens:
+            check_tileable(model)
+    if found and engine.sequence.size > 1:
         engine.sequence = _group_for([model for _, model in found], engine)
-    divided = [SequenceModel(outer, model, engine.sequence, tokens) for outer, model in found]
-    for one in divided:
-        engine.when_plain(one.undo)
+    divided = []
+    for outer, model in found:
+        divided.append(SequenceModel(outer, model, engine.sequence, tokens))
+        engine.when_plain(divided[-1].undo)
     return divided
 
 
@@ -79,15 +83,12 @@ class SequenceModel:
         outer: The module that is called.
         model: The `PreTrainedModel` in it.
         group: The ranks.
-        tile: Tokens of MLPs and of the loss at a time; 0: all.
+        tile: Tokens of MLPs and of the loss at a time; 0: all. See `check_tileable`.
 
     Attributes:
         cut_already: Batches come from a loader that has cut them, with `position_ids` and `shift_labels`.
         loss_only: Without gradients, too, nobody wants logits.
         plain_loss: The loss function that the model had.
-
-    Raises:
-        ValueError: If there is nothing in the model to tile.
     """
 
     def __init__(self, outer: nn.Module, model: Any, group: SequenceGroup, tile: int = 0) -> None:
@@ -526,25 +527,30 @@ def check_divisible(outer: nn.Module, model: Any) -> None:
         refuse("prompt learning")
 
 
-def _tile(model: Any, tokens: int) -> TiledHead | None:
-    """Tile the MLPs of a causal language model, and its head.
+def _tile(model: Any, tokens: int) -> TiledHead:
+    """Tile the MLPs of a causal language model, and its head."""
+    tile_modules(model, tokens)
+    return TiledHead(model.get_output_embeddings(), tokens)
+
+
+def check_tileable(model: Any) -> None:
+    """Raise for a model whose MLPs and loss cannot be tiled; nothing of it is changed.
 
     Raises:
-        ValueError: If it has none that can be tiled; names the model.
+        ValueError: Naming the model, and what it lacks.
     """
     name = f"activation_checkpointing.tile_tokens: {type(model).__name__}"
     if not type(model).__name__.endswith(_LOSSES):
         raise ValueError(f"{name} is no causal language model, of which alone MLPs and the loss are tiled")
     if tensor_ranks(model) is not None:
         raise ValueError(f"{name} is divided by mesh.tensor, so that no rank has its logits; leave one of the two out")
-    if not tile_modules(model, tokens):
+    if not tileable_modules(model):
         raise ValueError(f"{name} has no modules called mlp or feed_forward")
     head, loss = model.get_output_embeddings(), getattr(model.loss_function, "__name__", "another")
     if type(head) is not nn.Linear or loss != "ForCausalLMLoss":
         raise ValueError(
             f"{name}: tiles of the loss need a Linear as head, and ForCausalLMLoss; they are {head}, {loss}"
         )
-    return TiledHead(head, tokens)
 
 
 def _tokens_of(outputs: Any) -> Tensor:

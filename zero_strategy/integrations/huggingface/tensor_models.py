@@ -149,14 +149,16 @@ def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
     """
     # There is no engine yet, whose groups could be used.
     ranks = Communicator(mesh.get_group(), CommunicationCounters())
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not is_dtensor(tensor) and not tensor.is_meta:
-            own = tensor.detach()
-            values = own.to(mesh.device_type).contiguous()
-            ranks.broadcast(values, 0, "layers that are not divided")
-            if values.data_ptr() != own.data_ptr() and not torch.equal(values.to(own.device), own):
-                own.copy_(values)
-    ranks.close()
+    try:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not is_dtensor(tensor) and not tensor.is_meta:
+                own = tensor.detach()
+                values = own.to(mesh.device_type).contiguous()
+                ranks.broadcast(values, 0, "layers that are not divided")
+                if values.data_ptr() != own.data_ptr() and not torch.equal(values.to(own.device), own):
+                    own.copy_(values)
+    finally:
+        ranks.close()
 
 
 def _check_dropout(model: Any, mesh: DeviceMesh) -> None:

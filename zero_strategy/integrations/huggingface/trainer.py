@@ -205,9 +205,15 @@ class ZeroTrainerMixin:
     def prediction_step(self, model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
         """See the Trainer's: logits are those of all tokens."""
         loss_only = rest[0] if rest else more["prediction_loss_only"]
-        for divided in self.accelerator.divided(model):
-            divided.loss_only = loss_only
-        loss, logits, labels = super().prediction_step(model, inputs, *rest, **more)  # type: ignore[misc]
+        divided = self.accelerator.divided(model)
+        for one in divided:
+            one.loss_only = loss_only
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, *rest, **more)  # type: ignore[misc]
+        finally:
+            # Whoever calls the model afterwards, in a callback or a script, wants logits.
+            for one in divided:
+                one.loss_only = False
         engine = self.zero_engine
         if engine is not None and engine.sequence.size > 1 and logits is not None and labels is not None:
             logits = gathered(engine.sequence, logits, labels.shape[1])
