@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.saving import save
+from tests.checkpoint.test_background_saves import make, train
 from zero_strategy.checkpoint.folders import Found, find_checkpoints, prune, remove_checkpoints, which_to_remove
 
 MODEL = {"w": torch.ones(3)}
@@ -81,6 +82,31 @@ def test_a_folder(tmp_path: Path) -> None:
     assert seen[0].bytes > 12
     assert [f.path.name for f in prune(tmp_path, 2)] == ["step3"]
     assert sorted(os.listdir(tmp_path)) == ["latest", "mine", "step1", "step2", "step4", "step5"]
+
+
+def test_exports_and_published_versions_neither_count_nor_go(tmp_path: Path) -> None:
+    model, engine, optimizer = make(0, keep_last=2)
+    for number in range(2):
+        train(model, optimizer, number)
+        engine.save(tmp_path / f"step{number}")
+    engine.saver.finish()
+    engine.save_pretrained(tmp_path / "exported")
+    published = engine.publish(tmp_path, anchor_every=1, keep=3)
+    for number in (2, 3):
+        train(model, optimizer, number)
+        published.update()
+        engine.save(tmp_path / f"step{number}")
+        engine.saver.finish()
+    kept = {"exported", "step2", "step3", *(f"anchor-0000000{n}" for n in range(3)), "delta-00000001", "delta-00000002"}
+    assert {name for name in os.listdir(tmp_path) if not name.startswith(".")} == {"latest", *kept}
+    engine.close()
+
+
+def test_versions_published_before_exports_had_a_mark_stay(tmp_path: Path) -> None:
+    folder(tmp_path, 2)
+    save(tmp_path / "anchor-00000000", MODEL, world_size=1, extra_files={"publication.json": b"{}"})
+    os.utime(tmp_path / "anchor-00000000" / "manifest.json", ns=(0, 0))
+    assert [f.path.name for f in prune(tmp_path, 1)] == ["step1"]
 
 
 def test_what_a_crash_left_goes_later_and_is_no_checkpoint(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from zero_strategy.checkpoint.disk import all_beside, beside, by_age, naming, remove, sync
 from zero_strategy.checkpoint.layout import is_inner_path, parse_object
-from zero_strategy.checkpoint.manifest import INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
+from zero_strategy.checkpoint.manifest import EXPORT, INDEX_NAME, LATEST_NAME, MANIFEST_NAME, RECEIPTS_NAME, Manifest
 from zero_strategy.checkpoint.ranges import FOLDER_PREFIX, folder_of, rank_path
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_regular, read_text, size_of
@@ -404,6 +404,7 @@ def _plain_model(directory: Path) -> Location:
 
 
 _SUFFIX = "removed"
+_OWN, _PUBLISHED = "zero_strategy", "publication.json"
 
 
 @dataclass(frozen=True)
@@ -417,6 +418,7 @@ class Found:
         complete: Whether its manifest is valid and all its files are there.
         is_latest: Whether `latest` names it.
         bytes: Its size.
+        is_export: Whether it is weights for others, which are neither counted nor removed.
     """
 
     path: Path
@@ -425,13 +427,14 @@ class Found:
     complete: bool = True
     is_latest: bool = False
     bytes: int = 0
+    is_export: bool = False
 
 
 def which_to_remove(checkpoints: Sequence[Found], keep_last: int, keep_every: int = 0) -> list[Found]:
     """Chooses, without looking at any file.
 
-    Only complete checkpoints count, and only they are chosen. The newest complete one and the one that `latest` names
-    always stay.
+    Only complete checkpoints of a training count, and only they are chosen. The newest complete one and the one that
+    `latest` names always stay.
 
     Args:
         checkpoints: All of a folder.
@@ -448,8 +451,15 @@ def which_to_remove(checkpoints: Sequence[Found], keep_last: int, keep_every: in
         raise ValueError(f"keep_last={keep_last} and keep_every={keep_every} must not be negative")
     if keep_last == 0:
         return []
-    complete = sorted((found for found in checkpoints if found.complete), key=_age)
+    complete = sorted((found for found in checkpoints if found.complete and not found.is_export), key=_age)
     return [found for found in complete[:-keep_last] if not found.is_latest and not _is_kept(found, keep_every)]
+
+
+def is_export(manifest: Manifest) -> bool:
+    """True of weights for others: `save_pretrained`, published versions."""
+    own = manifest.user.get(_OWN)
+    # By its file: versions that were published before there was the entry.
+    return (isinstance(own, Mapping) and bool(own.get(EXPORT))) or _PUBLISHED in manifest.files
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> list[Found]:
@@ -475,8 +485,8 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> list[Found]:
             found.append(Found(path, None, saved_at, complete=False, is_latest=path.name == latest))
             continue
         step = manifest.counters.get("global_steps")
-        size = sum(manifest.files.values())
-        found.append(Found(path, step if type(step) is int else None, saved_at, True, path.name == latest, size))
+        size, step = sum(manifest.files.values()), step if type(step) is int else None
+        found.append(Found(path, step, saved_at, True, path.name == latest, size, is_export(manifest)))
     return sorted(found, key=_age)
 
 

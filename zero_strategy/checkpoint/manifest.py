@@ -33,6 +33,8 @@ from zero_strategy.runtime.shown import brief
 
 AVERAGE = "average"
 """Kind of state that is a running average of a weight; and its entry in the engine's user metadata."""
+EXPORT = "export"
+"""Entry in the engine's user metadata of weights for others: an export, or a published version."""
 AVERAGE_BUFFERS_NAME = "average_buffers.pt"
 """Averages of buffers, by name."""
 MANIFEST_NAME = "manifest.json"

@@ -33,7 +33,7 @@ from zero_strategy.checkpoint.contents import (
 )
 from zero_strategy.checkpoint.folders import prune
 from zero_strategy.checkpoint.layout import TensorSpec
-from zero_strategy.checkpoint.manifest import AVERAGE, FileKind, Manifest
+from zero_strategy.checkpoint.manifest import AVERAGE, EXPORT, FileKind, Manifest
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
@@ -297,7 +297,9 @@ class Saver:
                 asynchronous = fixed is not None
             plan = self._plan(whole.without(referenced), agreed.tables, weights_dtype)
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
-            manifest = self._manifest(plan, whole, agreed, groups, user, counters)
+            # Nobody resumes from weights with nothing beside them that are not even the latest.
+            export = not (optimizers or update_latest or user)
+            manifest = self._manifest(plan, whole, agreed, groups, user, counters, export=export)
             job = SaveJob(  # in this order on all ranks: what meets or exchanges
                 writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
@@ -307,7 +309,7 @@ class Saver:
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,
                 update_latest=update_latest,
-                committed=partial(_prune, place, settings),
+                committed=(lambda: None) if export else partial(_prune, place, settings),
             )
         except BaseException as error:
             # Others may be in the job already, and would wait there for the time-out.
@@ -366,6 +368,8 @@ class Saver:
         groups: list[list[dict[str, Any]]],
         user: Mapping[str, Any],
         counters: Mapping[str, Any],
+        *,
+        export: bool,
     ) -> Manifest:
         """Record of the training beside its tensors."""
         engine, tables = self._engine, agreed.tables
@@ -374,6 +378,7 @@ class Saver:
             "loss_scaler": None if engine.scaler is None else engine.scaler.state_dict(),
             REFERENCES: describe_references(whole, agreed.references),
             **({AVERAGE: engine.average.facts()} if engine.average is not None and tables else {}),
+            **({EXPORT: True} if export else {}),
         }
         return plan.manifest(
             world_size=engine.mesh.world_group.world_size,

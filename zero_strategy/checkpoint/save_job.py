@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from zero_strategy.checkpoint.disk import remove
-from zero_strategy.checkpoint.folders import Found, leave_mark, mark_name, which_to_remove
+from zero_strategy.checkpoint.folders import Found, is_export, leave_mark, mark_name, which_to_remove
 from zero_strategy.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest
 from zero_strategy.checkpoint.piece_writer import HostPieceWriter
 from zero_strategy.checkpoint.plan import CheckpointPlan
@@ -239,7 +239,8 @@ def prune_remote(url: str, keep_last: int, keep_every: int) -> None:
             continue
         if manifest is not None:
             step = manifest.counters.get("global_steps")
-            found.append(Found(Path(name), step if type(step) is int else None, 0, is_latest=name == latest))
+            step = step if type(step) is int else None
+            found.append(Found(Path(name), step, 0, is_latest=name == latest, is_export=is_export(manifest)))
     for old in which_to_remove(found, keep_last, keep_every):
         remove_remote(folder.child(old.path.name).url)
 
