@@ -123,6 +123,10 @@ LIGHTNING = Suite(
         ),
         Design("A trainable parameter that no optimizer has is refused by name.", "are in no optimizer"),
         Design(
+            "A subclass of an averaging callback whose own methods work on a copy of the whole module is refused.",
+            "of its own, which works on a copy",
+        ),
+        Design(
             "An optimizer whose step cannot be tried on a small matrix is refused by name.", "cannot run on sharded"
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning.stateful import Dropping, Stateful, differences, left, rank, rows
 from tests.integrations.lightning.test_fabric import zero as fabric_zero
-from tests.integrations.lightning.trainers import join, loader, trainer, zero
+from tests.integrations.lightning.trainers import Module, join, loader, trainer, zero
 from tests.launcher import Launcher
 
 
@@ -182,3 +183,19 @@ def left_alone(tmp: str) -> list[bool]:
 def test_another_number_of_ranks_is_told_about_loaders(ranks: Launcher, tmp_path: Path) -> None:
     ranks(2)(saved_by_two, str(tmp_path))
     assert ranks(1)(loaded_by_one, str(tmp_path)) == [[12, 8, 1, True, [True, False, True]]]
+
+
+def resumed_without_time(tmp: str, stage: int) -> list[int]:
+    """Steps at the save, and after a run that resumes when its time is over."""
+    first = trainer(zero(stage), max_epochs=1, callbacks=[Timer(timedelta(hours=1))])
+    first.fit(Module(), loader())
+    first.save_checkpoint(f"{tmp}/c")
+    again = trainer(zero(stage), max_epochs=3, callbacks=[Timer(timedelta(microseconds=1))])
+    again.fit(Module(), loader(), ckpt_path=f"{tmp}/c")
+    return [first.global_step, again.global_step]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_that_resumes_without_time_left_trains_no_batch(ranks: Launcher, tmp_path: Path, stage: int) -> None:
+    for saved, after in ranks(2)(resumed_without_time, str(tmp_path), stage):
+        assert saved == after > 0

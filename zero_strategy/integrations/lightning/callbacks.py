@@ -67,6 +67,17 @@ def restore_param_groups(trainer: Any, module: Any) -> None:
                 child.track_running_stats = True
 
 
+def check_timers(trainer: Any) -> None:
+    """Let timers whose state was restored stop a run that has no time left.
+
+    Lightning's `Timer` looks in `on_fit_start`, which comes before states of callbacks where a checkpoint is restored
+    after `setup`: each resume would train a batch more.
+    """
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "Timer" and cls.__module__.startswith(_NAMESPACES) for cls in type(callback).__mro__):
+            callback.on_fit_start(trainer, trainer.lightning_module)
+
+
 def _is_finetuning(cls: type) -> bool:
     return cls.__name__ == "BaseFinetuning" and cls.__module__.startswith(_NAMESPACES)
 
@@ -172,10 +183,11 @@ class SavesOnSignals:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._watch: SignalWatch | None = None
+        self._trainer: Any = None  # while there is a watch
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of a Trainer set handlers in fits of their own."""
-        return {**vars(self), "_watch": None}
+        return {**vars(self), "_watch": None, "_trainer": None}
 
     def watch(self) -> None:
         """Set the handlers, in the main thread, unless they are set.
@@ -194,17 +206,27 @@ class SavesOnSignals:
             # Lightning's handlers are replaced, the ones before those are called.
             self._watch = SignalWatch(strategy.engine.steps, numbers, originals.get)
             self._watch.install()
+            self._trainer = trainer
             trainer.callbacks.append(strategy.batch_end_class(self))
 
     def forget(self) -> None:
         """Put back Lightning's handlers."""
+        self._end(previous=False)
+
+    def abandon(self) -> None:
+        """Put back the handlers before Lightning's, in place of a Trainer that has left its own there."""
+        # Python lets the main thread alone set handlers, and a fit may be in another one.
+        if threading.current_thread() is threading.main_thread():
+            self._end(previous=True)
+
+    def _end(self, previous: bool) -> None:
         watch, self._watch = self._watch, None
+        trainer, self._trainer = self._trainer, None
         engine = self._strategy.engine
         if watch is not None and engine is not None:
-            watch.restore()
+            watch.restore(previous=previous)
             # A signal that came too late for this fit must not end the next one.
             engine.steps.take_due(Due.SAVE | Due.END)
-            trainer = self._strategy.lightning_module.trainer
             trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, BatchEnd)]
 
     def end_batch(self, trainer: Any) -> None:

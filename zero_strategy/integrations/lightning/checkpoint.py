@@ -42,7 +42,7 @@ from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
 from zero_strategy.convert.lightning import with_grad_scaler
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.lightning.callbacks import restore_param_groups
+from zero_strategy.integrations.lightning.callbacks import check_timers, restore_param_groups
 from zero_strategy.integrations.lightning.checkpoint_dict import (
     LIGHTNING_FILE,
     LoadsFromDirectory,
@@ -313,6 +313,7 @@ class TrainerCheckpoints(_Base):
         assert engine is not None
         # First, as states that follow are those of these groups, too.
         restore_param_groups(self.lightning_module.trainer, self.lightning_module)
+        check_timers(self.lightning_module.trainer)
         if len(states) != len(self.optimizers):
             names = [type(optimizer).__name__ for optimizer in self.optimizers]
             raise ValueError(
