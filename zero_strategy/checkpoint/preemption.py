@@ -222,9 +222,9 @@ class SignalWatch:
         for number in self._replaced:
             signal.signal(number, self._handle)
 
-    def restore(self) -> None:
-        """Put back the handlers that `install` replaced, where they were not replaced since."""
-        for number, handler in self._replaced.items():
+    def restore(self, *, previous: bool = False) -> None:
+        """Put back the handlers that `install` replaced, or the `previous` ones, where they were not replaced since."""
+        for number, handler in (self._previous if previous else self._replaced).items():
             # Not `is`: a bound method is another object each time.
             if signal.getsignal(number) == self._handle:
                 # None stands for a handler that was not set from Python, which cannot be put back.

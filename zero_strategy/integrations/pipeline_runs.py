@@ -78,7 +78,7 @@ class SameNumber:
 
 
 class StatefulSameNumber(SameNumber):
-    """The same around a loader that knows where it is; apart, since Lightning looks for the methods in the class."""
+    """A `SameNumber` around a loader with a state; apart, since Lightning looks for the methods in the class."""
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's."""

@@ -321,7 +321,7 @@ def test_a_plain_scaler_is_gone_on_from(ranks: Launcher, tmp_path: Path) -> None
 
 
 def freed(steps: bool) -> list[bool]:
-    """Whether anything of a model and its optimizer is alive after `free_memory`."""
+    """Tells of a model and its optimizer whether they are alive after `free_memory`."""
     with fresh_state():
         job = Job.of(make(2, mixed_precision="fp16"))
         job.accelerator.backward(job.model(torch.ones(2, 6)).sum())

@@ -509,7 +509,7 @@ def own_loss(logits: Tensor, labels: Any, vocab_size: int, **_: Any) -> Tensor:
 
 
 def left_by_refusals() -> list[tuple[str, list[str]]]:
-    """What is on models whose tiles were refused."""
+    """Refusals of tiles, and attributes that are on the models afterwards."""
     scripts = build("llama")
     scripts.loss_function = own_loss
     found = []
@@ -533,7 +533,7 @@ def test_models_whose_tiles_are_refused_stay_as_they_were(ranks: Launcher) -> No
 
 
 def logits_after_an_evaluation(folder: str) -> tuple[bool, bool]:
-    """Whether a model gives logits without gradients, before and after an evaluation that wants losses alone."""
+    """Tells whether a model gives logits, before and after an evaluation that wants losses alone."""
     with fresh_state():
         arguments = TrainingArguments(
             folder, per_device_eval_batch_size=1, prediction_loss_only=True, report_to=[], use_cpu=True,

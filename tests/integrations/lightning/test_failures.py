@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from tests.integrations.lightning.trainers import Module, error, loader, raises, trainer, weights, zero
 from tests.launcher import Launcher, RankError
+from zero_strategy.integrations.lightning.callbacks import BatchEnd
 
 
 class Stumbling(Module):
@@ -97,3 +99,61 @@ def test_all_ranks_are_told_who_raised(ranks: Launcher) -> None:
     assert failures[0].exception.endswith("DesyncError"), failures[0].text
     assert "rank 1 raised ArithmeticError: stumbled (" in failures[0].text, failures[0].text
     assert "test_failures.py:" in failures[0].text
+
+
+class Breaking(Module):
+    """A backward fails, until it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.breaks:
+            hidden = self.net.out.weight * 1.0
+            hidden.register_hook(self.fail)
+            loss = loss + hidden.sum()
+        return loss
+
+    @staticmethod
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("stumbled")
+
+
+class Clumsy(Callback):
+    """Fails where it should look after a failure."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise OSError("disk full")
+
+
+def left_in_the_middle(second: str) -> list[str]:
+    """Faults after a fit that Lightning has left without a teardown, and the next one."""
+    module, found = Breaking(), []
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(zero(3), callbacks=[Clumsy()])
+    with raises(OSError, "disk full"):
+        run.fit(module, loader())
+    if run.strategy.busy:
+        found.append("busy")
+    module.breaks = False
+    following = {
+        "the same Trainer": lambda: run,
+        "the same settings": lambda: trainer(zero(3)),
+        "other settings": lambda: trainer(zero(1)),
+    }[second]()
+    following.fit(module, loader())
+    if signal.getsignal(signal.SIGTERM) != before:
+        found.append("a handler of SIGTERM")
+    found += [f"callback {type(one).__name__}" for one in run.callbacks if isinstance(one, BatchEnd)]
+    expected = Module()
+    trainer("ddp").fit(expected, loader())
+    if not error(weights(module), weights(expected)) < 2e-6:
+        found.append("weights")
+    return found
+
+
+@pytest.mark.parametrize("second", ["the same Trainer", "the same settings", "other settings"])
+def test_a_fit_works_after_a_callback_that_failed_in_its_on_exception(ranks: Launcher, second: str) -> None:
+    assert ranks(2)(left_in_the_middle, second) == [[], []]

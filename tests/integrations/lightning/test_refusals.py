@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForMaskedLM
 
 from tests.integrations.lightning.trainers import Module, error, loader, raises, train, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.integrations.lightning.setup import check_device
+from zero_strategy.integrations.takeover import engines_over
 
 
 class Optimizing(Module):
@@ -224,3 +228,33 @@ def test_a_strategy_explains_itself_before_it_has_a_trainer() -> None:
     for made in (ZeroStrategy(stage=2), FabricStrategy(stage=2)):
         rows = {line.split()[0]: line.split()[1:] for line in made.explain().splitlines()}
         assert rows["stage"] == ["2", "user:", "keyword"] and rows["prefetch"] == ["1", "default"]
+
+
+class Masked(pl.LightningModule):
+    """A model that has no tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        self.model = BertForMaskedLM(BertConfig(vocab_size=8, max_position_embeddings=8, **shape))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def set_up_again() -> tuple[bool, int]:
+    """Tells whether a module is plain after a set-up that was refused, and steps of the next fit."""
+    module, batches = Masked(), DataLoader(torch.randint(0, 8, (4, 4)), 2)
+    with raises(ValueError, "BertForMaskedLM is no causal language model"):
+        trainer(zero(2, activation_checkpointing={"tile_tokens": 4})).fit(module, batches)
+    plain = not engines_over(module)
+    run = trainer(zero(2))
+    run.fit(module, batches)
+    return plain, run.global_step
+
+
+def test_a_fit_works_after_a_set_up_that_was_refused(ranks: Launcher) -> None:
+    assert ranks(2)(set_up_again) == [(True, 2)] * 2

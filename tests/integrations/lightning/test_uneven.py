@@ -24,7 +24,7 @@ from tests.integrations.lightning.test_fabric import zero as fabric_zero
 from tests.integrations.lightning.trainers import Module, Net, data, loader, raises, trainer, weights, zero
 from tests.launcher import Launcher
 from tests.reference import ORDERS, Order, _reduce, clip, unequal
-from zero_strategy.integrations.lightning.uneven import needs_more
+from zero_strategy.integrations.lightning.uneven import _Resumed, needs_more
 
 COUNTS = (5, 3)
 EPOCHS = 2
@@ -364,3 +364,24 @@ def test_when_a_run_needs_more(
     shortest: int, done: int, accumulation: int, steps_left: float, validates: bool, expected: bool
 ) -> None:
     assert needs_more(shortest, done, accumulation, steps_left, validates) is expected
+
+
+class Counted:
+    """Counts the batches that are made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing to go back to."""
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(4):
+            self.made += 1
+            yield batch
+
+
+def test_a_spare_batch_is_the_only_one_that_is_made() -> None:
+    loader = Counted()
+    assert _Resumed(loader, {}, 4, True).spare() == 0
+    assert loader.made == 1

@@ -6,6 +6,7 @@ A module keeps its engine through Trainers and runs of the same settings; with o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +93,26 @@ def engine_for(
         if replaced is not None:
             replaced.update(made)
     engine = make(module, config, compute_dtype=compute_dtype, device=device)
-    divide_sequences(engine)
-    install_diagnostics(engine)
-    _tell_dtype(module, compute_dtype)
+    try:
+        divide_sequences(engine)
+        install_diagnostics(engine)
+        _tell_dtype(module, compute_dtype)
+    except BaseException:
+        # Nobody would hold it, so that the next set-up would take it for one that a script has made.
+        _give_up(engine)
+        raise
     module.__dict__[_SLOT] = _EngineSlot(engine, compute_dtype, config)
     engine.when_plain(partial(_forget_engine, module))
     return engine
+
+
+def _give_up(engine: ZeroEngine) -> None:
+    """End an engine whose set-up has failed; that error is the one to see, not another one in ending."""
+    with suppress(Exception):
+        engine.close(gather=True, reason="its set-up failed")
+    # What cannot be whole again (ranks divide its sequences) keeps its slices, and no threads or groups.
+    with suppress(Exception):
+        engine.close()
 
 
 def end_other_engines(module: nn.Module, config: ResolvedConfig, compute_dtype: torch.dtype | None) -> None:

@@ -3,7 +3,7 @@
 connect -> setup_environment -> [configure_model] -> setup: move, shard, configure_optimizers, attach
 training_step, backward, optimizer_step, clipping     the engine's hooks do the work
 validation_step, ...                                  ranks may have different numbers of batches
-save_checkpoint, load_checkpoint                      see `trainer_checkpoint`
+save_checkpoint, load_checkpoint                      see `checkpoint`
 teardown                                              nothing moves: shards stay usable for saving, testing, fitting
 """
 
@@ -54,7 +54,7 @@ from zero_strategy.integrations.lightning.setup import (
     trainer_facts,
 )
 from zero_strategy.integrations.lightning.uneven import TrainingBatches
-from zero_strategy.integrations.takeover import hold
+from zero_strategy.integrations.takeover import engines_over, hold
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -147,7 +147,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self.engine: ZeroEngine | None = None
         self._whole_files = checkpoint_io is not None
         self._failure = FailureAgreement(self.config.barrier_seconds)
-        self._failed = self._running = False
+        self._failed = False
+        self._run: Any = None  # the Trainer of the run that goes on
         self._drained = True
         self._signals = SavesOnSignals(self)
         self._batches = TrainingBatches(self)
@@ -155,7 +156,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_optimizers": [], "lr_scheduler_configs": []}
+        return {**state, "engine": None, "_run": None, "_optimizers": [], "lr_scheduler_configs": []}
 
     # ---- plugins and settings ----
 
@@ -243,6 +244,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
+        self._end_left_runs(module)
         compute_dtype = self.precision_plugin.plan.compute_dtype
         # First, since a module becomes plain by it and is converted again.
         end_other_engines(module, self._resolve(), compute_dtype)
@@ -258,11 +260,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         if new:
             self.engine.when_plain(module.register_forward_pre_hook(OtherStrategy()).remove)
         hold(self.engine, self)
-        self._running = True
-        # An interrupted step has left gradients and reductions behind.
-        if self._failed:
-            self.engine.reset()
-            self._failed = False
+        self._run = trainer
         self.precision_plugin.adopt(self.engine, self.config.loss_scale)
         self.model = module
         if fitting:
@@ -283,7 +281,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         real = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
         self.engine.attach(*real)
         if real:
-            # A finetuning callback puts parameters into an optimizer later; those of batch norm are trainable till then.
+            # A finetuning callback adds parameters later; those of batch norm are trainable till then.
             kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
             held = {id(p) for optimizer in real for group in optimizer.param_groups for p in group["params"]}
             left = {id(p) for p in self.engine.module.parameters()} - held if "BaseFinetuning" in kinds else ()
@@ -444,7 +442,24 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     @property
     def busy(self) -> str:
         """See `takeover.Holder`."""
-        return "a run of a Trainer" if self._running else ""
+        # Not where a callback's `on_exception` has raised: Lightning leaves out `on_exception` and `teardown` here.
+        return "a run of a Trainer" if self._run is not None and self._run.state.status != "interrupted" else ""
+
+    def _end_left_runs(self, module: nn.Module) -> None:
+        """End runs with this strategy, or of this module, that had no `teardown`; see `busy`."""
+        engines = engines_over(module)
+        holders = [None if engine.holder is None else engine.holder() for engine in engines]
+        former = [one for one in holders if isinstance(one, TrainerStrategy) and (one is self or not one.busy)]
+        for left in (self, *former):
+            if left._run is not None:
+                left._failure.forget()
+                left._signals.abandon()
+                left._failed, left._run = True, None
+        # An interrupted step has left gradients and reductions behind, which ending an engine refuses, too.
+        for engine, holder in zip(engines, holders, strict=True):
+            if any(one is holder and one._failed for one in former):
+                engine.reset()
+        self._failed = False
 
     @property
     def _interrupted(self) -> bool:
@@ -501,7 +516,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     def teardown(self) -> None:
         """Tear the plugins down. No collective, and nothing is moved: shards stay where they are."""
         # First: what follows may raise, and others may take the module over all the same.
-        self._running = False
+        self._run = None
         # Before Lightning, which puts back what its own handlers have replaced.
         self._signals.forget()
         if not self._failed:

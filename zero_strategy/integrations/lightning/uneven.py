@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ class _Resumed:
         drawn = random_state.capture()
         loader = self._loader
         loader.load_state_dict(self._state)
-        self._spare = [batch for batch, _ in zip(iter(loader), range(1), strict=False)]
+        # Not a zip with a range, which takes a second batch before it sees that the range has ended.
+        self._spare = list(islice(iter(loader), 1))
         if self._spare:  # it has begun the next pass by itself
             loader.load_state_dict(self._state)
         else:  # the rest of the old one
