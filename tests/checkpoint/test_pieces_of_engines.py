@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.launcher import Launcher, RankError
 from tests.models import Transformer, loss_fn, make_batch, param_groups
+from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.cli.checkpoint_checks import verify
 from zero_strategy.cli.checkpoint_merge import merge
 from zero_strategy.config import load_config
@@ -225,3 +226,32 @@ def test_a_failure_on_one_host_is_one_on_all_and_changes_nothing(tmp_path: Path,
     assert "not a checkpoint" in messages[0] and "ValueError" in messages[1]
     for host in (0, 1):
         assert sorted(path.name for path in (tmp_path / f"host{host}/run").iterdir()) == ["c", "latest"]
+
+
+def look_fails(root: Path, what: str) -> str:
+    """A disk that fails on one host when ranks look for what they have."""
+    enter(root, [0, 1])
+    net, engine, optimizer = make(2)
+    train(net, optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save("run")
+
+    def failing(*_: object) -> list[int]:
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(PieceReader, what, failing)
+        with pytest.raises((OSError, RuntimeError)) as error:
+            engine.load("run")
+    engine.load("run")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["lacking", "lacking_small"])
+def test_a_disk_that_fails_on_one_host_while_loading_is_an_error_on_all(
+    tmp_path: Path, ranks: Launcher, what: str
+) -> None:
+    for said in ranks(2)(look_fails, tmp_path, what):
+        assert "Input/output error" in said

@@ -27,6 +27,7 @@ from zero_strategy.checkpoint.manifest import FileKind, Manifest
 from zero_strategy.checkpoint.ranges import Block, PieceTable, Slice, batches, rank_path, small_path
 from zero_strategy.checkpoint.reader import LayoutReader, StateReader, Wanted, check_out
 from zero_strategy.checkpoint.storage import Storage
+from zero_strategy.comm.store import together
 
 if TYPE_CHECKING:
     from zero_strategy.train_state import TrainState
@@ -363,16 +364,20 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
         yield
         return
     assert isinstance(reader, PieceReader)
-    missing = set(reader.lacking())
-    lacks: dict[_Slice, int] = {}
-    for item in wanted if missing else ():
-        size = reader.spec(item.name, item.kind).dtype.itemsize
-        for one in reader.slices_of(item.name, item.kind, item.start, item.stop):
-            if one.rank in missing:
-                lacks[item.name, item.kind, one] = (one.stop - one.start) * size
-    everyone: list[tuple[dict[_Slice, int], set[int]]] = engine.mesh.world_group.control.all_gather_objects(
-        (lacks, missing)
-    )
+    control, lacks = engine.mesh.world_group.control, dict[_Slice, int]()
+
+    def look() -> set[int]:
+        missing = set(reader.lacking())
+        for item in wanted if missing else ():
+            size = reader.spec(item.name, item.kind).dtype.itemsize
+            for one in reader.slices_of(item.name, item.kind, item.start, item.stop):
+                if one.rank in missing:
+                    lacks[item.name, item.kind, one] = (one.stop - one.start) * size
+        return missing
+
+    # A host whose disk fails would leave the others in the exchange.
+    missing = together(control, look)
+    everyone: list[tuple[dict[_Slice, int], set[int]]] = control.all_gather_objects((lacks, missing))
     needed: dict[_Slice, int] = {}
     for slices, _ in everyone:
         needed |= slices
@@ -393,8 +398,9 @@ def supplied(engine: TrainState, reader: StateReader, wanted: Sequence[Wanted]) 
 
 def _supply_small(engine: TrainState, reader: PieceReader) -> None:
     """Random states and the like: each rank's own is on its own host."""
-    missing = set(reader.lacking_small())
-    everyone: list[set[str]] = engine.mesh.world_group.control.all_gather_objects(missing)
+    control = engine.mesh.world_group.control
+    missing = together(control, lambda: set(reader.lacking_small()))
+    everyone: list[set[str]] = control.all_gather_objects(missing)
     needed = sorted(set().union(*everyone))
     mine = [path for path in needed if _first_without(path, everyone) == engine.mesh.world_group.rank]
     if needed:

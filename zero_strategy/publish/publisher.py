@@ -103,10 +103,9 @@ class Publisher:
         self._closed = False
         self._session: str
         self._number: int
+        last = together(engine.mesh.control, lambda: self._target.last() if first else -1)
         # Rank 0's words count; a folder that others write to may look different a moment later.
-        self._session, self._number = engine.mesh.control.all_gather_objects(
-            (secrets.token_hex(8), self._target.last())
-        )[0]
+        self._session, self._number = engine.mesh.control.all_gather_objects((secrets.token_hex(8), last))[0]
         self._known = False
         self._server: VersionServer | None = None
         self.last = self._begin()
@@ -160,15 +159,15 @@ class Publisher:
         engine = self._engine
         if self._closed:
             raise RuntimeError(f"this publisher of {shown(self._target.where)} is closed")
-        engine.model.moved.check("publishing weights", (PARAMETERS,))
-        # Before the barrier: after it other ranks begin to write the next version.
-        last = self._target.last() if engine.mesh.world_group.rank == 0 else self._number
         engine.mesh.barrier.wait_for_all("publishing weights")
-        together(engine.mesh.control, lambda: self._check_last(last))
+        # No rank begins to write the next version before rank 0 has looked for what is there.
+        together(engine.mesh.control, self._check)
         self.last = self._change() if self._known else self._begin()
         return self.last
 
-    def _check_last(self, last: int) -> None:
+    def _check(self) -> None:
+        self._engine.model.moved.check("publishing weights", (PARAMETERS,))
+        last = self._target.last() if self._engine.mesh.world_group.rank == 0 else self._number
         if last > self._number:
             raise ValueError(
                 f"{shown(self._target.where)}: version {last} is there, which this training has not published: "
@@ -179,18 +178,22 @@ class Publisher:
         """The first version, or the first after a failure: an anchor and no change."""
         # Also before a failure: a number that readers may have seen a part of is never used again.
         self._number += 1
-        if self._writes:
+        control = self._engine.mesh.control
+
+        def begin() -> str:
+            if not self._writes:
+                return ""
             # Before the values are read: what steps change afterwards is the first change.
             self._changes.begin()
-        digests = [found for found in self._digests() if found]
+            return self._changes.digest()
+
+        # Together: a rank without memory for its copies would leave the others in the gather.
+        digests = [found for found in control.all_gather_objects(together(control, begin)) if found]
         self._sizes = elements, dense = self._changes.sizes()
         self._write_anchor(digests)
         # Only now: after an anchor that failed the next version must be one, too.
         self._known = True
         return Published(self._number, True, elements, elements, dense, dense)
-
-    def _digests(self) -> list[str]:
-        return self._engine.mesh.control.all_gather_objects(self._changes.digest() if self._writes else "")
 
     def _version(self, files: dict[str, str], digests: list[str], slices: list[list[list[object]]]) -> Version:
         dtype = "" if self._dtype is None else str(self._dtype).removeprefix("torch.")
