@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from tests.fsdp.test_tensor_parallel import begin
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine, subscribe
 from zero_strategy.publish.folder import RECORD, VersionFolder, read_record, record_of
+from zero_strategy.publish.lock import FolderLock
 
 
 class Trained(nn.Module):
@@ -259,3 +263,90 @@ def test_what_cannot_be_published_is_refused(ranks: Launcher, tmp_path: Path) ->
         training.engine.publish("http://host:1")
     training.engine.close()
     ranks(4)(refused, str(tmp_path))
+
+
+def fork(action: Callable[[], object]) -> int:
+    """A child that does it and ends without cleaning up."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_a_lock_that_is_let_go_is_free_while_a_forked_child_lives(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    pid = fork(lambda: time.sleep(60))
+    try:
+        lock.release_later()
+        FolderLock(tmp_path).release_later()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_forked_child_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    os.waitpid(fork(lambda: lock.release_later()), 0)
+    with pytest.raises(ValueError, match="another training publishes there"):
+        FolderLock(tmp_path)
+    lock.release_later()
+
+
+def test_a_version_that_is_removed_counts_no_more_when_its_first_file_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(0)
+    published = training.engine.publish(tmp_path, anchor_every=1, keep=1)
+    left = []
+
+    def killed(path: Path) -> None:
+        left.append(path.name)
+
+    monkeypatch.setattr("zero_strategy.publish.folder.remove", killed)
+    for _ in range(2):
+        training.step()
+        published.update()
+    assert left and {kind for kind, number in VersionFolder(tmp_path).finished() if number < 2} == set()
+    training.engine.close()
+
+
+def fail_on_one_rank(folder: str) -> list[str]:
+    """What is said where one rank alone fails: rank 0 at the folder, rank 1 at its values."""
+    training, found = Training(2), []
+    first, rank = "zero_strategy.publish.folder.Directory.last", training.engine.mesh.rank
+
+    def failing(*_: object) -> NoReturn:
+        raise OSError(5, "Input/output error")
+
+    def attempt(target: str, culprit: int, call: Callable[[], object]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == culprit:
+                patch.setattr(target, failing)
+            with pytest.raises((OSError, RuntimeError)) as error:
+                call()
+        found.append(str(error.value))
+
+    begin = "zero_strategy.publish.recorder.ChangeRecorder.begin"
+    attempt(first, 0, lambda: training.engine.publish(f"{folder}/a"))
+    attempt(begin, 1, lambda: training.engine.publish(f"{folder}/b"))
+    published = training.engine.publish(f"{folder}/c")
+    attempt(first, 0, published.update)
+    if rank == 1:
+        training.engine.offload_states(["lp_params"])
+    with pytest.raises(RuntimeError) as error:
+        published.update()
+    found.append(str(error.value))
+    if rank == 1:
+        training.engine.reload_states()
+    training.step()
+    published.update()
+    return found
+
+
+def test_what_fails_on_one_rank_is_an_error_on_all(ranks: Launcher, tmp_path: Path) -> None:
+    for beginning, values, updating, moved in ranks(2)(fail_on_one_rank, str(tmp_path)):
+        assert all("Input/output error" in said for said in (beginning, values, updating))
+        assert "reload_states() first" in moved

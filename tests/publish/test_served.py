@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.checkpoint.object_store import ObjectStore, register
 from tests.launcher import Launcher
 from tests.publish.test_publish import Training, assert_shown, flip
 from zero_strategy import subscribe
+from zero_strategy.publish.mirror import ServedVersions, _Connection
 from zero_strategy.publish.server import VersionServer
 
 
@@ -144,6 +147,38 @@ def test_a_server_that_comes_back(served: Served, tmp_path: Path) -> None:
     again.close()
     del reader
     assert not mirrors[0].exists()
+
+
+def test_all_files_come_over_one_connection(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, server, _ = served
+    made, connect = [], _Connection.connect
+
+    def counted(connection: _Connection) -> None:
+        made.append(connection)
+        connect(connection)
+
+    monkeypatch.setattr(_Connection, "connect", counted)
+    source = ServedVersions(server.url, server.token)
+    files = [(version, *item) for version in source.names() for item in source.files(version).items()]
+    for number, (version, name, nbytes) in enumerate(files):
+        source.fetch(version, name, tmp_path / str(number), nbytes)
+    assert len(files) > 2 and len(made) == 1
+
+
+def test_a_server_that_goes_in_its_own_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VersionServer(tmp_path)
+    ended, inner = threading.Event(), server._server
+
+    def actions() -> None:  # in the serving thread, as a collection there would do it
+        server.close()
+        ended.set()
+
+    monkeypatch.setattr(inner, "service_actions", actions)
+    assert ended.wait(10)
+    deadline = time.monotonic() + 10
+    while inner.socket.fileno() >= 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert inner.socket.fileno() < 0
 
 
 def in_a_store(root: str) -> None:

@@ -344,6 +344,8 @@ class Directory:
         # Unfinished ones as well: with an anchor behind them nobody will finish them.
         for _, number, path in self._folder.found() if len(anchors) > keep else ():
             if number < anchors[-keep]:
+                # First what makes it count: a reader, or a crash in between, finds no version with files missing.
+                (path / last_file(path.name)).unlink(missing_ok=True)
                 remove(path)
 
 

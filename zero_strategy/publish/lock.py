@@ -58,12 +58,21 @@ class FolderLock:
             os.close(fd)
             raise
         # The descriptor is the lock: it goes with this object, or with the process.
-        self._end = weakref.finalize(self, os.close, fd)
+        self._end = weakref.finalize(self, _release, fd, os.getpid())
 
     @property
     def release_later(self) -> Callable[[], None]:
         """A function that lets others publish, once; it does not refer to this object."""
         return cast(Callable[[], None], self._end)
+
+
+def _release(fd: int, pid: int) -> None:
+    # By name: children that were forked since hold the same open file, and with it the lock, when it is closed here.
+    # Where such a child comes here the lock is its parent's, and stays.
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _take(fd: int, path: Path) -> None:

@@ -180,6 +180,8 @@ class ServedVersions:
                     raise ConnectionError(f"{self._url}{path} ended {nbytes - have} bytes early")
                 file.write(part)
                 have += len(part)
+        # Some Pythons (3.11.7) do not see that `read1` has read all, and send no other request on this connection.
+        answer.close()
 
     def _read(self, answer: http.client.HTTPResponse, most: int) -> bytes:
         return self._timed("/", lambda: answer.read(most))

@@ -82,14 +82,18 @@ class VersionServer:
         thread = threading.Thread(target=self._server.serve_forever, name="zero-serve", daemon=True)
         thread.start()
         # It refers to the server alone, so that this object can go, and the port with it.
-        self._end = weakref.finalize(self, _stop, self._server)
+        self._end = weakref.finalize(self, _stop, self._server, thread)
 
     def close(self) -> None:
         """Listen no more."""
         self._end()
 
 
-def _stop(server: _Server) -> None:
+def _stop(server: _Server, thread: threading.Thread) -> None:
+    # A collection may find this object gone in the very thread that serves, which cannot wait for its own end.
+    if threading.current_thread() is thread:
+        threading.Thread(target=_stop, args=(server, thread), name="zero-serve-end", daemon=True).start()
+        return
     # No more are accepted before those that are open are ended: none is missed.
     server.shutdown()
     server.server_close()
