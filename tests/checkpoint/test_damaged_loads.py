@@ -93,7 +93,7 @@ def test_200_faults_are_all_found_and_named(ranks: Launcher, tmp_path: Path) -> 
 
 
 def go_on_half_loaded(folder: str, damaged: str) -> list[str]:
-    """What is said of steps and saves after a load that failed on one rank alone; of these and a step after others."""
+    """Messages of a step and a save after a damaged load, and of a step after a good one."""
     model, engine, optimizer = make(3)
 
     def step() -> str:

@@ -309,7 +309,7 @@ def halves(seed: int, groups: int) -> tuple[nn.Module, ZeroEngine, list[torch.op
 
 
 def refused_state(folder: str) -> list[list[str]]:
-    """What a load has changed that was refused for the second optimizer."""
+    """Names of what two loads have changed that were refused for the second optimizer."""
     halves(3, groups=1)[1].save(folder)
     _, engine, optimizers = halves(4, groups=2)
     changed = []

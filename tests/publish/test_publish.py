@@ -314,7 +314,7 @@ def test_a_version_that_is_removed_counts_no_more_when_its_first_file_goes(
 
 
 def fail_on_one_rank(folder: str) -> list[str]:
-    """What is said where one rank alone fails: rank 0 at the folder, rank 1 at its values."""
+    """Messages where one rank alone fails: rank 0 at the folder, rank 1 at its values."""
     training, found = Training(2), []
     first, rank = "zero_strategy.publish.folder.Directory.last", training.engine.mesh.rank
 

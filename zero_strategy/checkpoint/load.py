@@ -174,7 +174,7 @@ class Loader:
 
 
 def _words(part: object) -> str:
-    """What is half loaded: a model's weights, or an optimizer's state."""
+    """Name of what is half loaded: a model's weights, or an optimizer's state."""
     return f"the state of {type(part.optimizer).__name__}" if isinstance(part, ShardedOptimizer) else "the weights"
 
 
