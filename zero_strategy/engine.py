@@ -280,14 +280,6 @@ class ZeroEngine:
         """
         self._attached.check((n, p) for n, p in self.model.names() if id(p) not in self.untrained)
 
-    def _check_observed(self) -> None:
-        """Raise if the settings ask for records that nobody keeps."""
-        if (asked := self.config.config.asked_records()) and not self._diagnosed:
-            raise RuntimeError(
-                f"{asked}, and nobody observes this engine: call "
-                "zero_strategy.diagnostics.recorder.install_diagnostics(engine) before its first step"
-            )
-
     # ---- the step: one hook before torch's `step()`, one behind it, both inside of the user's hooks ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -305,15 +297,18 @@ class ZeroEngine:
             self.average.before_step()
         if self._attached.changed:  # the first step, or a group was added since
             self.check_optimizers()
-            self._check_observed()
+            if (asked := self.config.config.asked_records()) and not self._diagnosed:
+                raise RuntimeError(
+                    f"{asked}, and nobody observes this engine: call "
+                    "zero_strategy.diagnostics.recorder.install_diagnostics(engine) before its first step"
+                )
         return sharded.begin_step(args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.sharded(optimizer).end_step()
         self._publish_copies()  # before observers are told that the step is over
-        if (
-            self.sequence.size > 1 and not self.sequence.used
-        ):  # not before the step, whose closure may be what runs the model
+        # Not before the step, whose closure may be what runs the model.
+        if self.sequence.size > 1 and not self.sequence.used:
             self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if optimizer is self.optimizers[-1].optimizer:
             self.steps.after(self.model.reducer.take_flags())
