@@ -123,7 +123,7 @@ LIGHTNING = Suite(
         ),
         Design("A trainable parameter that no optimizer has is refused by name.", "are in no optimizer"),
         Design(
-            "A subclass of an averaging callback whose own methods work on a copy of the whole module is refused.",
+            "Averaging callbacks whose own methods work on a copy of the whole module are refused.",
             "of its own, which works on a copy",
         ),
         Design(
@@ -248,14 +248,13 @@ def section(
         lines += ["", "The run ended when its time was over; the last test was", f"`{last.partition('[')[0]}`."]
     if explained:
         why = [
-            [reason, str(len(names)), ", ".join(f"`{test_name(name)}`" for name in names[:3])]
+            [reason, str(len(names)), ", ".join(f"`{name}`" for name in list(dict.fromkeys(map(test_name, names)))[:2])]
             for reason, names in explained.items()
         ]
         lines += ["", *table(["fails by design, since", "tests", "such as"], why)]
     if plain:
-        words = (
-            f"Fail under {suite.plain}, too: {', '.join(f'`{name}`' for name in sorted(map(test_name, set(plain))))}."
-        )
+        names = ", ".join(f"`{name}`" for name in sorted(set(map(test_name, plain))))
+        words = f"Fail under {suite.plain}, too: {names}."
         lines += ["", *textwrap.wrap(words, 100)]
     if unexplained:
         what = [[f"`{test_name(name)}`", f"`{words[:100]}`"] for name, words in unexplained]
