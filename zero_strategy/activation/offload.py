@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero_strategy.fsdp.autocast_copies import CastAgain, pack_cast, unpack_cast
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.tier import HeldCopy, HeldForCopies, HostMemory, Streams, streams_of
 from zero_strategy.runtime.host_bytes import PAGE
@@ -185,11 +184,8 @@ class _UnitMemory:
         self._moved: weakref.WeakSet[_Moved] = weakref.WeakSet()
         self._fetched = False
 
-    def pack(self, tensor: Tensor) -> Tensor | _Kept | CastAgain:
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
         """Called by autograd for each tensor that it keeps."""
-        # What autocast copies of a sharded parameter needs no memory anywhere.
-        if (cast := pack_cast(tensor)) is not None:
-            return cast
         # A parameter stays itself, since its data may be another tensor by then (stage 3). A result that is kept as
         # itself would hold itself, and all that leads to it, where no backward follows.
         here = tensor if tensor.is_leaf else tensor.detach()
@@ -207,12 +203,10 @@ class _UnitMemory:
         self._moved.add(moved)
         return _Kept(self, moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, kept: Tensor | _Kept | CastAgain) -> Tensor:
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
         """Called by autograd when it needs one."""
         if isinstance(kept, Tensor):
             return kept
-        if isinstance(kept, CastAgain):
-            return unpack_cast(kept)
         # First, as it is needed at once: copies back have one stream.
         kept.moved.fetch("on demand")
         self.fetch_ahead()

@@ -98,7 +98,6 @@ class ParameterBucket:
         writes: What user code writes to the parameters while they are full.
         watches: Those that look for writes that would be lost.
         generation: Counts changes of values that are none of an optimizer's step.
-        updates: Counts those that are.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class ParameterBucket:
         self._shard_site = StorageSite(shard_store, weights_name(self.names[0]))
         self._master_site = StorageSite(store, master_name(self.names[0]))
         self._average_site = StorageSite(store, average_name(self.names[0]))
-        self.generation = self.updates = 0
+        self.generation = 0
         self.shard: ShardStorage
         self.weights: ShardStorage
         self.master: ShardStorage
@@ -320,11 +319,6 @@ class ParameterBucket:
     # ---- gather and release (sharded parameters) ----
 
     @property
-    def state(self) -> tuple[int, int]:
-        """Changes with the values."""
-        return self.generation, self.updates
-
-    @property
     def pending(self) -> bool:
         """True if a gather is under way."""
         return self._pending is not None
@@ -424,7 +418,6 @@ class ParameterBucket:
     @without_grad
     def write_weights(self, *, copied: bool = False) -> None:
         """Cast updated master values to the owned weights, unless they are `copied` already."""
-        self.updates += 1
         if self.has_master and not copied:
             for start, stop in self.master.chunks:
                 self.weights.write(start, self.master.read(start, stop))

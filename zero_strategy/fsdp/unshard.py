@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_strategy.fsdp.autocast_copies import AutocastCopies
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.module_hooks import (
@@ -136,7 +135,6 @@ class Unsharder:
         checksum: Tells the sequence of gathers so far, announced ones left out.
         skipped: Where ranks may skip different layers: what gathers them in one order on all ranks.
         launched: Takes the number of every unit whose gather starts; None: nobody asks.
-        copies: What autocast copies in units' forwards.
     """
 
     def __init__(
@@ -167,8 +165,6 @@ class Unsharder:
         self.skipped: LayerTurns | None = None
         self.launched: list[int] | None = None
         self._handles: list[Any] = []
-        devices = [bucket.device.type for unit in self.units for bucket in unit.buckets]
-        self.copies = AutocastCopies(devices[0] if devices else "cpu")
         for unit in self.units:
             self._hook(unit)
 
@@ -455,7 +451,6 @@ class Unsharder:
         """
         self._depth = 0
         self._borrowed.clear()
-        self.copies.reset()
         if self.skipped is not None:
             self.skipped.reset()
         for unit in self.units:
@@ -534,14 +529,8 @@ class _ForwardHook(EphemeralHook):
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
-        is_root = self.unit is self.unsharder.units[0]
         if self.is_enter:
-            # First, and left first: nothing that raises may come between the two and what they count.
-            if not is_root:
-                self.unsharder.copies.enter()
             return self._before(module, args, kwargs)
-        if not is_root:
-            self.unsharder.copies.leave()
         return self._after(module, output[0])
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

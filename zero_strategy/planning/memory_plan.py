@@ -199,14 +199,13 @@ class MemoryPlan:
     def _cast_bytes(self, units: Units) -> int:
         """Copies that autocast makes of matrices, and autograd keeps from forward to backward: of all, on each rank.
 
-        Where units, or their copies, are made again in backward, of one unit. Embeddings, which are not cast, are among
-        them, for a shape does not tell what it is used for.
+        With units computed again in backward, of one unit. Embeddings, which are not cast, are among them, for a shape
+        does not tell what it is used for.
         """
         if self.autocast is None:
             return 0
         found = [sum(map(self._cast_numel, unit)) * self.autocast.itemsize for unit in units]
-        config = self.resolved.config
-        again = self.recompute or config.activation_checkpointing.mode == "full" or config.stage == 3
+        again = self.recompute or self.resolved.config.activation_checkpointing.mode == "full"
         return found[0] + max(found[1:], default=0) if again else sum(found)
 
     def _cast_numel(self, bucket: BucketFacts) -> int:

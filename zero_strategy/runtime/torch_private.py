@@ -149,11 +149,6 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def has_saved_tensors_hooks() -> bool:
-    """True if hooks on what autograd keeps are set, in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def hooks_kept(parameter: Tensor) -> Callable[[], None]:
     """Note the parameter's tables of hooks; the result puts them back, after `torch.utils.swap_tensors`."""
     kept: Any = parameter

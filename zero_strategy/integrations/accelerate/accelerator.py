@@ -58,6 +58,7 @@ from zero_strategy.integrations.accelerate.pipelines import check_dispatch, pipe
 from zero_strategy.integrations.accelerate.saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate.scaler import AgreedGradScaler, loss_scale_rule
 from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
+from zero_strategy.integrations.casts import tell_casts
 from zero_strategy.integrations.huggingface.sequence_batches import cut_batches
 from zero_strategy.integrations.huggingface.sequence_models import SequenceModel, divide_sequences
 from zero_strategy.integrations.huggingface.tensor_models import divide_if_asked, use_replaced
@@ -252,6 +253,9 @@ class ZeroAccelerator(Accelerator):
         for divided in self._divided[id(model)]:
             divided.cut_already = self._loaders_cut
         install_diagnostics(engine)
+        if (dtype := _AUTOCAST.get(self.mixed_precision)) is not None and not evaluation_mode:
+            asked = f"mixed_precision={self.mixed_precision!r}"
+            tell_casts(engine, dtype, asked, f'mixed_precision="no" and model.to({dtype}) before `prepare`')
         engine.use_loss_scaler(None if self.scaler is None else self.scaler.rule)
         waiting = self._prepared.add(model, engine, training=not evaluation_mode)
         # After the engine, whose hooks run inside of a module's compiled call.

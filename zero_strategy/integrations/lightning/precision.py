@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.casts import tell_casts
 from zero_strategy.integrations.lightning.module_engine import engine_of
 
 if TYPE_CHECKING:
@@ -97,6 +98,9 @@ class ShardedPrecision:
         if self.plan.scales_loss and self.scaler is None:
             self.scaler = LossScaler(loss_scale)
         engine.use_loss_scaler(self.scaler)
+        if (dtype := self.plan.autocast_dtype) is not None:
+            true = "bf16-true" if dtype == torch.bfloat16 else "16-true"
+            tell_casts(engine, dtype, f"precision={self.precision!r}", f"precision={true!r}")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """`64-true` casts before the module is sharded; other dtypes are the engine's business."""
