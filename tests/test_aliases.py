@@ -47,3 +47,17 @@ def test_megatron_s_norms_are_found_in_optim_as_before() -> None:
     from zero_strategy.optim import clip_grad_norm_, get_grad_norm
 
     assert clip_grad_norm_ is gradients.clip_grad_norm_ and get_grad_norm is gradients.get_grad_norm
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "strategy_setup._EngineSlot", "strategy_setup.engine_of", "accelerate_models.ZeroOptimizer",
+        "accelerate_models.AgreedGradScaler", "pipeline_runs.AcceleratorRunner", "precision.TrainerPrecision",
+    ],
+)  # fmt: skip
+def test_a_name_that_pickles_of_earlier_versions_hold_is_found(name: str) -> None:
+    module, _, attribute = name.partition(".")
+    assert getattr(import_module(f"zero_strategy.integrations.{module}"), attribute).__name__ == attribute
+    with pytest.raises(AttributeError, match="nothing"):
+        import_module(f"zero_strategy.integrations.{module}").nothing  # noqa: B018

@@ -13,13 +13,31 @@ from types import MappingProxyType
 
 TYPE_CHECKING = False  # as in zero_strategy/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.abc import Loader, MetaPathFinder
     from types import CodeType, ModuleType
 else:
     Loader = MetaPathFinder = object
 
 _ROOT = "zero_strategy."
+
+
+def moved(places: Mapping[str, str]) -> Callable[[str], object]:
+    """The `__getattr__` of a module for names that were in it, and are in other modules now.
+
+    Pickles of earlier versions, such as whole LightningModules, name them there.
+
+    Args:
+        places: Module below `zero_strategy`, by name.
+    """
+
+    def find(name: str) -> object:
+        if name not in places:
+            raise AttributeError(f"no attribute {name!r}")
+        return getattr(import_module(_ROOT + places[name]), name)
+
+    return find
+
 
 FORMER: Mapping[str, str] = MappingProxyType(
     {

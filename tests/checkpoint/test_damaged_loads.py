@@ -137,3 +137,40 @@ def test_half_loaded_state_is_named_by_steps_and_saves_until_a_load_succeeds(
         assert f"an optimizer's step needs {what}" in stepping and str(tmp_path / "bad") in stepping
         assert f"saving a checkpoint needs {what}" in saving and after == ""
     assert not (tmp_path / "half").exists()
+
+
+def restore_by_state_dicts(folder: str) -> list[str]:
+    """Messages of a step after a damaged load, and after state dicts that were kept have been loaded."""
+    model, engine, optimizer = make(3)
+    loss_fn(model, make_batch("transformer", 7, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights, state = engine.full_state_dict(), engine.optimizer_state_dict(optimizer)
+    bad = Path(folder, "bad")
+    engine.save(bad)
+    if dist.get_rank() == 0:
+        path = max(bad.glob("model-*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 64
+        path.write_bytes(content)
+    shared = [{name: value for name, value in weights.items()} if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    assert str(bad) in said_by_load(engine, bad)
+
+    def step() -> str:
+        try:
+            loss_fn(model, make_batch("transformer", 7, 4)).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    found = [step()]
+    model.load_state_dict(shared[0])
+    engine.load_optimizer_state_dict(optimizer, state)
+    return [*found, step()]
+
+
+def test_state_dicts_make_half_loaded_state_whole(ranks: Launcher, tmp_path: Path) -> None:
+    for before, after in ranks(2)(restore_by_state_dicts, str(tmp_path)):
+        assert "needs the weights" in before and after == ""

@@ -71,6 +71,7 @@ class Loader:
         self._engine, self._saver, self._steps, self._opened, self._publish = engine, saver, steps, opened, publish
         # By the model (its weights) or the optimizer: what is gone is of no concern any more.
         self._half_loaded: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+        self._generations: list[int] = []
 
     def check_whole(self, call: str, sharded: Iterable[ShardedOptimizer] = ()) -> None:
         """Raise if a load has failed when it had begun to change what is needed, and none has succeeded since.
@@ -82,7 +83,13 @@ class Loader:
         Raises:
             RuntimeError: Then; names what is half loaded, from where, and the way out.
         """
-        for part in (self._engine.model, *sharded) if self._half_loaded else ():
+        model = self._engine.model
+        # Weights that came by `module.load_state_dict` since, or from a callback: each bucket has taken new ones.
+        if model in self._half_loaded and all(
+            bucket.generation > before for bucket, before in zip(model.buckets, self._generations, strict=True)
+        ):
+            self.loaded(model)
+        for part in (model, *sharded) if self._half_loaded else ():
             if part in self._half_loaded:
                 raise RuntimeError(
                     f"{call} needs {_words(part)}, and a load has failed in the middle of it: "
@@ -102,6 +109,7 @@ class Loader:
         except BaseException as error:
             for part in parts:
                 self._half_loaded[part] = f"{reader.directory} ({type(error).__name__}: {error})"
+            self._generations = [bucket.generation for bucket in self._engine.model.buckets]
             raise
         for part in parts:
             self.loaded(part)

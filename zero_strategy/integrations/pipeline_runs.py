@@ -16,11 +16,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.aliases import moved
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.executor import Run
@@ -285,3 +286,14 @@ def _digest(batch: Any) -> int:
             found = zlib.crc32(f"{tuple(leaf.shape)}{leaf.dtype}".encode(), found)
             found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", found)
     return found
+
+
+if not TYPE_CHECKING:
+    __getattr__ = moved(
+        {
+            "AcceleratorRunner": "integrations.accelerate.pipelines",
+            "check_dispatch": "integrations.accelerate.pipelines",
+            "pipeline_engine": "integrations.accelerate.pipelines",
+            "waiting_runners": "integrations.accelerate.pipelines",
+        }
+    )

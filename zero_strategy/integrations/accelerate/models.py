@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_strategy.aliases import moved
 from zero_strategy.config import Fact, batch_fact
 from zero_strategy.diagnostics.norms import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
@@ -331,3 +332,14 @@ class NoSync:
 
     def __reduce__(self) -> tuple[type[NoSync], tuple[None]]:
         return NoSync, (None,)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = moved(
+        {
+            "AgreedGradScaler": "integrations.accelerate.scaler",
+            "GroupedScheduler": "integrations.accelerate.optimizers",
+            "ZeroOptimizer": "integrations.accelerate.optimizers",
+            "loss_scale_rule": "integrations.accelerate.scaler",
+        }
+    )

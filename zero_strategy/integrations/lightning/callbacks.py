@@ -74,8 +74,10 @@ def check_timers(trainer: Any) -> None:
     after `setup`: each resume would train a batch more.
     """
     for callback in trainer.callbacks:
-        if any(cls.__name__ == "Timer" and cls.__module__.startswith(_NAMESPACES) for cls in type(callback).__mro__):
-            callback.on_fit_start(trainer, trainer.lightning_module)
+        for base in type(callback).__mro__:
+            if base.__name__ == "Timer" and base.__module__.startswith(_NAMESPACES):
+                timer: Any = base
+                timer.on_fit_start(callback, trainer)  # of the base alone: a subclass's own has run
 
 
 def _is_finetuning(cls: type) -> bool:

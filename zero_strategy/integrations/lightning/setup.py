@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import torch
 import torch.distributed as dist
 
+from zero_strategy.aliases import moved
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import (
     Fact,
@@ -216,3 +217,15 @@ class TensorMesh(_Base):
         if (self.config.mesh.tensor or 1) > 1:
             names, tensor = (DATA, TENSOR), self.config.mesh.tensor or 1
             self._device_mesh = make_device_mesh(self.root_device.type, tensor=tensor, names=names)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = moved(
+        {
+            "OtherStrategy": "integrations.lightning.module_engine",
+            "_EngineSlot": "integrations.lightning.module_engine",
+            "engine_for": "integrations.lightning.module_engine",
+            "engine_of": "integrations.lightning.module_engine",
+            "move_to": "integrations.lightning.module_engine",
+        }
+    )
