@@ -91,6 +91,9 @@ def test_the_real_one(tmp_path: Path) -> None:
         found = detect(tmp_path / str(safe))
         assert found is not None and found.name == "accelerate"
     check(accelerate.read(tmp_path / "False"), model, optimizer)
+    # Accelerate keeps its state for the whole process, and tests after this one have other settings.
+    library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    library.state.GradientState._reset_state()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

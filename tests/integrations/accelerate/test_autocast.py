@@ -26,7 +26,8 @@ SETTINGS: dict[str, Any] = {"stage": 3, "units": {"min_numel": 1}}
 
 @pytest.fixture(autouse=True)
 def state() -> Iterator[None]:
-    """Accelerate keeps its state for the whole process."""
+    """Accelerate keeps its state for the whole process: that of a test before this one, too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
