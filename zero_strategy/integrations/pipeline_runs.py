@@ -7,14 +7,13 @@
     clipping, optimizer.step                   as without a pipeline
 
 Lightning removes old gradients between `training_step` and `backward`, when those of a pipeline are there already.
-
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.aliases import moved
-from zero_strategy.comm.collectives import Communicator
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.executor import Run
 from zero_strategy.pipeline.module import join_parts, rows_of, split_batch
@@ -30,74 +28,6 @@ from zero_strategy.runtime.torch_private import tree_flatten, tree_map_only
 
 _SAMPLED_BYTES = 1 << 20
 """Of a tensor, to tell whether ranks have the same data."""
-
-_OWN = frozenset({"_loader", "_ranks", "_names"})
-
-
-class SameNumber:
-    """A data loader without a length, whose ranks look after each batch whether all have one more.
-
-    All other attributes are the loader's, to read and to set; `same_number` makes one.
-
-    Args:
-        loader: The loader.
-        ranks: Who looks.
-        names: What these are called in the world.
-    """
-
-    def __init__(self, loader: Any, ranks: Communicator, names: Sequence[int]) -> None:
-        self._loader, self._ranks, self._names = loader, ranks, list(names)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches, number = iter(self._loader), 0
-        while True:
-            batch = next(batches, _END)
-            flags = self._ranks.all_gather_small(torch.tensor([batch is not _END], dtype=torch.int32))
-            there = [bool(flag) for flag in flags]
-            if not any(there):
-                return
-            if not all(there):
-                short = [rank for rank, has in zip(self._names, there, strict=True) if not has]
-                raise ValueError(
-                    f"the data loaders of rank(s) {short} end after {number} batches, and others go on; these ranks "
-                    "train together and need the same number (limit_train_batches, or data of equal length)"
-                )
-            yield batch
-            number += 1
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask before the attributes are there.
-        if name.startswith("__") or name in _OWN:
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)  # Lightning sets `worker_init_fn`
-
-
-class StatefulSameNumber(SameNumber):
-    """A `SameNumber` around a loader with a state; apart, since Lightning looks for the methods in the class."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the loader go on where a state was taken."""
-        self._loader.load_state_dict(state)
-
-
-def same_number(loader: Any, ranks: Communicator, names: Sequence[int]) -> SameNumber:
-    """A `SameNumber`, with a state if the loader has one."""
-    stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    return (StatefulSameNumber if stateful else SameNumber)(loader, ranks, names)
-
-
-_END = object()
 
 
 class IntegrationRunner:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
@@ -17,7 +18,9 @@ from transformers import BertConfig, BertForMaskedLM
 from tests.integrations.lightning.trainers import Module, error, loader, raises, train, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy import ZeroStrategy
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
+from zero_strategy.integrations.lightning import module_engine
 from zero_strategy.integrations.lightning.setup import check_device
 from zero_strategy.integrations.takeover import engines_over
 
@@ -258,3 +261,29 @@ def set_up_again() -> tuple[bool, int]:
 
 def test_a_fit_works_after_a_set_up_that_was_refused(ranks: Launcher) -> None:
     assert ranks(2)(set_up_again) == [(True, 2)] * 2
+
+
+def set_up_fails_on_one() -> tuple[str, bool, int]:
+    """Error of a set-up that fails on rank 1, whether the module is plain then, and steps of the next fit."""
+
+    def failing(engine: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no room for records")
+        install_diagnostics(engine)
+
+    module, said = Module(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module_engine, "install_diagnostics", failing)
+        try:
+            trainer(zero(3)).fit(module, loader())
+        except (OSError, RuntimeError) as caught:
+            said = str(caught)
+    plain = not engines_over(module)
+    run = trainer(zero(3))
+    run.fit(module, loader())
+    return said, plain, run.global_step
+
+
+def test_a_set_up_that_fails_on_one_rank_gives_the_module_back_on_all(ranks: Launcher) -> None:
+    for said, plain, steps in ranks(2)(set_up_fails_on_one):
+        assert "no room for records" in said and plain and steps > 0

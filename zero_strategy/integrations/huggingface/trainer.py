@@ -44,10 +44,7 @@ from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate.launch import asked_parallelism, without_parallelism
-from zero_strategy.integrations.huggingface.pretrained import from_pretrained
 from zero_strategy.integrations.huggingface.sequence_batches import gathered
-from zero_strategy.integrations.huggingface.sequence_models import divide_sequences
-from zero_strategy.integrations.huggingface.tensor_models import divide_layers
 from zero_strategy.integrations.takeover import engines_over
 from zero_strategy.optim.averaging import WeightAverage
 
@@ -55,9 +52,6 @@ __all__ = [
     "WeightAveragingCallback",
     "ZeroTrainer",
     "ZeroTrainerMixin",
-    "divide_layers",
-    "divide_sequences",
-    "from_pretrained",
     "make_zero_trainer",
 ]
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zero_strategy.checkpoint.deferred import is_deferred
+from zero_strategy.comm.store import together
 from zero_strategy.config import ResolvedConfig
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
@@ -93,11 +94,16 @@ def engine_for(
         if replaced is not None:
             replaced.update(made)
     engine = make(module, config, compute_dtype=compute_dtype, device=device)
-    try:
+
+    def finish() -> None:
         divide_sequences(engine)
         install_diagnostics(engine)
         _tell_dtype(module, compute_dtype)
-    except BaseException:
+
+    try:
+        # All ranks go on, or all give the module back, which takes all of them.
+        together(engine.mesh.world_group.control, finish)
+    except Exception:
         # Nobody would hold it, so that the next set-up would take it for one that a script has made.
         _give_up(engine)
         raise

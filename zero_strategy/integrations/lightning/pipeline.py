@@ -27,7 +27,8 @@ from zero_strategy.integrations.lightning.checkpoint_dict import untouched, whol
 from zero_strategy.integrations.lightning.module_engine import engine_for, engine_of
 from zero_strategy.integrations.lightning.setup import schedulers_left_alone
 from zero_strategy.integrations.lightning.trainer import StrategySettings
-from zero_strategy.integrations.pipeline_runs import IntegrationRunner, same_number
+from zero_strategy.integrations.lightning.uneven import same_number
+from zero_strategy.integrations.pipeline_runs import IntegrationRunner
 from zero_strategy.pipeline.engine import PipelineEngine
 from zero_strategy.pipeline.engine_setup import AUTO, derive_schedule
 from zero_strategy.pipeline.module import PipelineModule

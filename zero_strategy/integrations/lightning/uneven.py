@@ -15,24 +15,46 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from zero_strategy.checkpoint import random_state
+from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.uneven_batches import WAYS_OUT, OwnBatches, joined_pass, length_of
 
 STATE_KEY = "zero_strategy.joined"
 """Beside the loader's own state: batches given in the pass, and whether the rank had run out."""
 
-_OWN = frozenset({"_loader", "_length", "_mesh", "_policy", "_weights", "_own", "_resumed"})
+
+class LoaderView:
+    """Stands for a data loader: what is no attribute of its own is the loader's, to read and to set."""
+
+    own: ClassVar[frozenset[str]]
+    """Attributes that are not the loader's."""
+    _loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask before the attributes are there.
+        if name.startswith("__") or name in self.own:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)  # Lightning sets `worker_init_fn`
 
 
-class JoinedLoader:
+def has_state(loader: Any) -> bool:
+    """True if a loader knows where it is."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class JoinedLoader(LoaderView):
     """Gives a rank's batches, and the last one again while other ranks have more.
-
-    All other attributes are the loader's, to read and to set.
 
     Args:
         loader: The loader.
@@ -41,7 +63,7 @@ class JoinedLoader:
         policy: The setting `uneven_batches`.
     """
 
-    _loader: Any
+    own = frozenset({"_loader", "_length", "_mesh", "_policy", "_weights", "_own", "_resumed"})
     _length: int | None
     _own: OwnBatches | None
 
@@ -84,17 +106,6 @@ class JoinedLoader:
             self._weights.popleft()
         return self._weights[0]
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OWN:
-            raise AttributeError(name)  # while being unpickled
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)  # Lightning sets `worker_init_fn`
-
 
 class StatefulJoinedLoader(JoinedLoader):
     """A joined loader around one that knows where it is; apart, since Lightning looks for the methods in the class."""
@@ -119,8 +130,62 @@ class StatefulJoinedLoader(JoinedLoader):
 
 def joined_loader(loader: Any, length: int | None, mesh: Callable[[], Mesh], policy: str) -> JoinedLoader:
     """A `JoinedLoader`, with a state if the loader has one."""
-    stateful = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    return (StatefulJoinedLoader if stateful else JoinedLoader)(loader, length, mesh, policy)
+    return (StatefulJoinedLoader if has_state(loader) else JoinedLoader)(loader, length, mesh, policy)
+
+
+_END = object()
+
+
+class SameNumber(LoaderView):
+    """A data loader without a length, whose ranks look after each batch whether all have one more.
+
+    `same_number` makes one.
+
+    Args:
+        loader: The loader.
+        ranks: Who looks.
+        names: What these are called in the world.
+    """
+
+    own = frozenset({"_loader", "_ranks", "_names"})
+
+    def __init__(self, loader: Any, ranks: Communicator, names: Sequence[int]) -> None:
+        self._loader, self._ranks, self._names = loader, ranks, list(names)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, number = iter(self._loader), 0
+        while True:
+            batch = next(batches, _END)
+            flags = self._ranks.all_gather_small(torch.tensor([batch is not _END], dtype=torch.int32))
+            there = [bool(flag) for flag in flags]
+            if not any(there):
+                return
+            if not all(there):
+                short = [rank for rank, has in zip(self._names, there, strict=True) if not has]
+                raise ValueError(
+                    f"the data loaders of rank(s) {short} end after {number} batches, and others go on; these ranks "
+                    "train together and need the same number (limit_train_batches, or data of equal length)"
+                )
+            yield batch
+            number += 1
+
+
+class StatefulSameNumber(SameNumber):
+    """A `SameNumber` around a loader with a state; apart, since Lightning looks for the methods in the class."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the loader go on where a state was taken."""
+        self._loader.load_state_dict(state)
+
+
+def same_number(loader: Any, ranks: Communicator, names: Sequence[int]) -> SameNumber:
+    """A `SameNumber`, with a state if the loader has one."""
+    return (StatefulSameNumber if has_state(loader) else SameNumber)(loader, ranks, names)
 
 
 def bare(loader: Any) -> Any:

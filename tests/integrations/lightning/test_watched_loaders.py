@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
 
-from zero_strategy.integrations.pipeline_runs import SameNumber, same_number
+from zero_strategy.integrations.lightning.uneven import SameNumber, same_number
 
 
 class Plain:
