@@ -307,9 +307,9 @@ def own_group(
     """
     mine = None
     for ranks in lists:  # every rank takes part in making every group
-        few = len(ranks) > MOST_DIRECT
+        late = len(ranks) > MOST_DIRECT
         # The first group of gloo where the default one is on GPUs.
-        with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext(), connecting_late(few):
+        with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext(), connecting_late(late):
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
