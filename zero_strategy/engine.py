@@ -179,7 +179,7 @@ class ZeroEngine:
         # Last: a load asks for the saver, the average and the observers.
         if weights is not None:
             self._loader.weights(weights, strict=not isinstance(weights, StateReader))
-            close_deferred(module)
+            close_deferred(module, deferred, self.mesh.control)
 
     @property
     def model(self) -> ShardedModel:

@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import FileKind
 from zero_strategy.checkpoint.reader import CheckpointReader, StateReader, Wanted, check_out
-from zero_strategy.runtime.torch_private import map_tensors
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.quantized.scales import OFFSET, lacking_offsets, weight_of
+from zero_strategy.runtime.torch_private import map_tensors, swap_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,7 +99,7 @@ class DeferredWeights:
         for parameter, _ in self.parameters:
             hollow = torch.full((), float("nan")).to(parameter.dtype).expand(parameter.shape)
             # Swapped, not assigned: ties, and whoever else holds the parameter, keep this very object.
-            torch.utils.swap_tensors(parameter, nn.Parameter(hollow, parameter.requires_grad))
+            swap_values(parameter, hollow)
         self.keep_with(module)
 
     def keep_with(self, module: nn.Module) -> None:
@@ -189,8 +191,7 @@ def make_replaceable(module: nn.Module) -> Callable[[Mapping[nn.Parameter, nn.Pa
                     f"parameters were written to before the weights of {deferred.directory} are there, and before "
                     "layers are divided; write to them in GatheredParameters when the model is sharded"
                 )
-            meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, meta)
+            swap_values(parameter, torch.empty_like(parameter, device="meta"))
 
     def follow(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
         for deferred in found:
@@ -252,8 +253,7 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
     places = {name: (sources[id(p)], p.shape, p.dtype) for name, p in waiting.items()}
     # Only now: up to here a refusal leaves the module as it was.
     for parameter in waiting.values():
-        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, meta)
+        swap_values(parameter, torch.empty_like(parameter, device="meta"))
     for owner in owners.values():
         vars(owner).pop(_SLOT).detach()
         # Until all is read: should the engine fail first, the next one would take empty parameters for new ones.
@@ -263,8 +263,22 @@ def open_deferred(module: nn.Module, device: torch.device | None = None) -> Stat
     return DeferredReader(directory, places)
 
 
-def close_deferred(module: nn.Module) -> None:
-    """All that `open_deferred` gave was read."""
+def close_deferred(module: nn.Module, reader: StateReader | None, control: Communicator) -> None:
+    """All that `open_deferred` gave was read. A collective where weights were quantised meanwhile.
+
+    Args:
+        module: It.
+        reader: What `open_deferred` gave.
+        control: All ranks: those that have quantised a weight tell the others its offset.
+    """
+    if states := lacking_offsets(module):
+        known = dict[str, float]()
+        for theirs in control.all_gather_objects(reader.offsets if isinstance(reader, DeferredReader) else {}):
+            known |= theirs
+        if unknown := sorted(states.keys() - known.keys()):
+            raise ValueError(f"nothing gives the scales of quantised weights {unknown[:5]} their offset")
+        for name, state in states.items():
+            state.offset.fill_(known[name])
     for owner in module.modules():
         vars(owner).pop(_OPENED, None)
 
@@ -319,6 +333,8 @@ class DeferredReader(StateReader):
             for name, (source, shape, dtype) in sources.items()
         }
         self._last: tuple[Conversion, Mapping[str, Tensor]] | None = None
+        self.offsets: dict[str, float] = {}
+        """Of the weights that were quantised here, by name; see `close_deferred`."""
 
     def states(self, optimizer: str) -> dict[str, Mapping[str, TensorSpec]]:
         """None."""
@@ -343,7 +359,10 @@ class DeferredReader(StateReader):
         source = self._sources[name]
         if isinstance(source, Stored):
             return source.reader.read(source.name, start, stop, out)
-        values = self._converted(source).reshape(-1)[start:stop]
+        results = self._converted(source)
+        if (offset := results.get(f"{weight_of(source.name)}.{OFFSET}")) is not None:
+            self.offsets[weight_of(name)] = offset.item()
+        values = results[source.name].reshape(-1)[start:stop]
         if out is None:
             return values.clone()
         check_out(name, self._weights[name].dtype, len(values), out)
@@ -368,11 +387,11 @@ class DeferredReader(StateReader):
         super().read_many([item for source, item in sorted(others, key=lambda pair: order[id(pair[0].conversion)])])
         self._last = None
 
-    def _converted(self, source: Converted) -> Tensor:
+    def _converted(self, source: Converted) -> Mapping[str, Tensor]:
         if self._last is None or self._last[0] is not source.conversion:
             self._last = None  # before the next one is there
             self._last = (source.conversion, source.conversion.run())
-        return self._last[1][source.name]
+        return self._last[1]
 
 
 def _stored_dtype(source: Source, dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_strategy.runtime.torch_private import hooks_kept
+from zero_strategy.runtime.torch_private import hooks_kept, swap_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -355,6 +355,6 @@ def recast(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) ->
     # What is on the meta device has no values, and torch refuses to copy it.
     moved = torch.empty_like(local, dtype=dtype, device=device) if local.is_meta else local.to(device, dtype)
     put_back = hooks_kept(parameter)
-    torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, moved), parameter.requires_grad))
+    swap_values(parameter, like(parameter, moved))
     # Their tables stay with the object and are called by what went: hooks to come would never be.
     put_back()

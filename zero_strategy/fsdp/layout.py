@@ -52,6 +52,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.config import PrecisionConfig
+from zero_strategy.quantized.scales import keeps_dtype
 
 if TYPE_CHECKING:
     from zero_strategy.config import ZeroConfig
@@ -339,7 +340,7 @@ def group_parameters(
     keys: dict[tuple[torch.dtype, bool, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
     for name, parameter in parameters:
         target = parameter.dtype
-        if compute_dtype is not None and parameter.dtype.is_floating_point:
+        if compute_dtype is not None and parameter.dtype.is_floating_point and not keeps_dtype(parameter):
             target = compute_dtype
         moves = device is not None and (everything or parameter.device.type == "meta")
         place = device if device is not None and moves else parameter.device

@@ -51,9 +51,10 @@ from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.quantized.scales import attach_scales, detach_scales
 from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
-from zero_strategy.runtime.torch_private import buffers_of, parameters_of
+from zero_strategy.runtime.torch_private import buffers_of, parameters_of, swap_values
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def materialize_unit(spec: UnitSpec, device: torch.device, *, initialise: bool =
             )
         for parameter in mine.values():
             values = torch.empty_like(held_by(parameter), device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(like(parameter, values), parameter.requires_grad))
+            swap_values(parameter, like(parameter, values))
         if initialise:
             _initialise(module, mine.keys())
 
@@ -280,8 +281,10 @@ class ShardedModel:
             )
         if self.changed_values is not None:
             self.recorders.add(self.changed_values)
-        self.aliases = aliases(module)
         check_unsharded(module.parameters())
+        # Before names are collected: scales of quantised weights are parameters from here on.
+        attach_scales(module)
+        self.aliases = aliases(module)
 
         # What was built under `sharding.Init` is in slices until its unit is built; what is whole just now stays so.
         self._constructions = constructions_of(module.parameters())
@@ -381,6 +384,7 @@ class ShardedModel:
             self.unsharder.unhook()
         # While the buckets are there, which say which they are.
         unregister(self._parameters())
+        detach_scales(self.module)
         self.engine = None
         self.buckets, self.gradients = [], []
         self._gradient_of.clear()

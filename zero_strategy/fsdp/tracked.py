@@ -37,6 +37,8 @@ def _set_data(self: nn.Parameter, values: Tensor) -> None:
     Raises:
         ValueError: If they have another shape, dtype or device; names the parameter.
     """
+    if values is self:  # its own memory already (bitsandbytes' int8 layers do this in every forward)
+        return
     place = place_of(self)
     if place is None:
         SET_DATA(self, values)

@@ -160,6 +160,20 @@ def hooks_kept(parameter: Tensor) -> Callable[[], None]:
     return put_back
 
 
+def swap_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter another tensor, of whatever dtype and device; it stays the same object.
+
+    Its class and what the class keeps with it stay, too: plain `.data` takes over neither dtype nor device of a
+    `DTensor`, nor anything from the meta device.
+    """
+    kind, kept = type(parameter), dict(vars(parameter))
+    made = nn.Parameter(values, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter and type(parameter) is nn.Parameter:
+        parameter.__class__ = kind
+        vars(parameter).update(kept)
+
+
 # ---- tensors and their memory ----
 
 

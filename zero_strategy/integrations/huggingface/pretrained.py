@@ -39,12 +39,13 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from zero_strategy.checkpoint.deferred import Conversion, Converted, DeferredWeights, Source, Stored
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.integrations.huggingface.quantised import SLICED, WeightQuantiser
 from zero_strategy.pipeline.building import ModelLayer, finished, model_layer
 
 logger = logging.get_logger(__name__)
 
-_ELSEWHERE = ("device_map", "distributed_config", "gguf_file", "quantization_config", "state_dict", "tp_plan")
-"""Arguments that say where or how weights lie, which is decided by sharding."""
+_ELSEWHERE = ("device_map", "distributed_config", "gguf_file", "state_dict", "tp_plan")
+"""Arguments that say where weights lie, which is decided by sharding."""
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -121,8 +122,6 @@ def _noting(kind: type[PreTrainedModel], places: _Places) -> Any:
     def load(
         model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, *_: Any, **__: Any
     ) -> tuple[LoadStateDictInfo, None]:
-        if load_config.hf_quantizer is not None:
-            raise ValueError(f"{model.config.name_or_path}: quantised weights cannot be sharded")
         files = checkpoint_files or []
         others = [file for file in files if not file.endswith(".safetensors")]
         if others or not files:
@@ -150,16 +149,25 @@ class _Noter:
         self.expected: dict[str, Tensor] = model.state_dict()
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.info = LoadStateDictInfo(set(self.expected), set(), set(), [], {}, set())
+        quantizer = load_config.hf_quantizer
+        self.quantiser = None if quantizer is None else WeightQuantiser(model, quantizer)
 
     def note(self, places: dict[str, Source]) -> LoadStateDictInfo:
         mapping = self.load_config.weight_mapping or []
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        # Quantised weights of files are read as they are: transformers' conversion puts whole ones together.
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter) and not _reads_quantised(entry)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         converted: dict[str, list[tuple[str, str]]] = {}
+        quantised: dict[str, dict[str, str]] = {}
         # transformers' order, in which the parts of a converted weight are put together.
         for key in sorted(self.readers, key=dot_natural_key):
             prefix = self.model.base_model_prefix
+            companion = None if self.quantiser is None else self.quantiser.companion(key)
+            if companion is not None:
+                target, _ = rename_source_key(companion[0], renamings, [], prefix, self.expected)
+                quantised.setdefault(target, {})[companion[1]] = key
+                continue
             target, pattern = rename_source_key(key, renamings, converters, prefix, self.expected)
             # As transformers does: such a key need not be renamed, but may lack the prefix.
             if target not in self.expected and key in self.expected:
@@ -170,10 +178,14 @@ class _Noter:
                 self.info.unexpected_keys.update(target.replace(first, other) for other in targets)
             elif pattern is not None:
                 converted.setdefault(target, []).append((pattern, key))
+            elif self.quantiser is not None and self.quantiser.wants(target):
+                quantised.setdefault(target, {})["weight"] = key
             elif target not in places:
                 self._note_stored(target, key, places)
         for target, sources in converted.items():
             self._note_converted(target, by_pattern[sources[0][0]], sources, places)
+        for target, keys in quantised.items():
+            self._note_quantised(target, keys, places)
         # Saving reverses the conversions that are listed here.
         self.model._weight_conversions = [entry for entry in mapping if entry.was_used()]
         self._compare_tied(places)
@@ -196,6 +208,32 @@ class _Noter:
             if self._set(name, value):
                 places[name] = Converted(conversion, name)
 
+    def _note_quantised(self, target: str, keys: dict[str, str], places: dict[str, Source]) -> None:
+        """A weight that is quantised in the file, or becomes so when it is read."""
+        quantiser = self.quantiser
+        assert quantiser is not None
+        self.info.missing_keys.discard(target)
+        if quantiser.in_file:
+            kept = {name: key for name, key in keys.items() if name == "weight" or name in SLICED}
+            specs = {name: self.readers[key].spec(key) for name, key in kept.items()}
+            shapes = {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
+            small = {name: self.readers[key].full(key) for name, key in keys.items() if name not in kept}
+            for name in quantiser.expect_stored(target, shapes, small):
+                key = keys[name.removeprefix(target.removesuffix("weight"))]
+                places[name] = Stored(self.readers[key], key)
+            return
+        key, dtype = keys["weight"], self._quantised_dtype(target)
+        reader, recipe = self.readers[key], quantiser.recipe(target, dtype)
+        conversion = Conversion(lambda: recipe.quantise(reader.full(key)))
+        for name in quantiser.expect(target, torch.Size(reader.spec(key).shape), dtype):
+            places[name] = Converted(conversion, name)
+
+    def _quantised_dtype(self, target: str) -> torch.dtype:
+        """Dtype in which values are quantised: what was asked for, as in transformers."""
+        planned = [dtype for pattern, dtype in self.load_config.dtype_plan.items() if _matches(pattern, target)]
+        found: torch.dtype = planned[0] if planned else self.load_config.dtype
+        return found
+
     def _convert(
         self, target: str, converter: Any, sources: list[tuple[str, str]], dtype: torch.dtype, device: str = "cpu"
     ) -> dict[str, Tensor]:
@@ -215,7 +253,7 @@ class _Noter:
     def _dtype(self, target: str) -> torch.dtype:
         """Dtype of the model, unless the class keeps it in float32."""
         for pattern, dtype in self.load_config.dtype_plan.items():
-            if re.search(pattern.replace("*", ".*"), target):
+            if _matches(pattern, target):
                 planned: torch.dtype = dtype
                 return planned
         return self.expected[target].dtype
@@ -239,6 +277,16 @@ class _Noter:
                 self.model.all_tied_weights_keys.pop(target)
 
 
+def _matches(pattern: str, target: str) -> bool:
+    return re.search(pattern.replace("*", ".*"), target) is not None
+
+
+def _reads_quantised(converter: Any) -> bool:
+    return any(
+        type(operation).__module__ == "transformers.integrations.bitsandbytes" for operation in converter.operations
+    )
+
+
 def _equal(one: Stored, other: Stored) -> bool:
     specs = [stored.reader.spec(stored.name) for stored in (one, other)]
     if (specs[0].dtype, specs[0].shape) != (specs[1].dtype, specs[1].shape):
@@ -254,9 +302,10 @@ def _equal(one: Stored, other: Stored) -> bool:
 
 
 def _defer(model: Any, path: str, places: Mapping[str, Source]) -> None:
-    entries, seen = [], set()
+    # Not by `get_parameter`: names of scales have dots of their own.
+    entries, seen, named = [], set(), dict(model.named_parameters(remove_duplicate=False))
     for name, source in places.items():
-        parameter = model.get_parameter(name)
+        parameter = named[name]
         # Tied names share a parameter.
         if parameter.is_meta and id(parameter) not in seen:
             seen.add(id(parameter))

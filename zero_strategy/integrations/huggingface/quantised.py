@@ -1,0 +1,216 @@
+"""Models whose weights bitsandbytes quantises, for `from_pretrained`: each weight by itself, when its slices are read.
+
+transformers replaces the layers, and decides which. Here a layer's weight gets the shape and dtype of packed values,
+and its scales become parameters (`quantized/scales.py`), all without memory. Their values come from the file, where it
+is quantised already; else from a conversion that reads one weight, quantises it by the library itself, and is dropped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.quantized.scales import OFFSET, attach_scales
+from zero_strategy.runtime.torch_private import swap_values
+
+_METHODS = {"Bnb4BitHfQuantizer": "load_in_4bit", "Bnb8BitHfQuantizer": "load_in_8bit"}
+"""Quantizers of transformers, and the setting of `BitsAndBytesConfig` that asks for each."""
+SLICED = ("weight.absmax", "weight.nested_absmax", "SCB")
+"""Scales that are divided as their weights are."""
+_TABLES = ("weight.quant_map", "weight.nested_quant_map")
+_STATE = "weight.quant_state.bitsandbytes__"
+_STORED = (*SLICED, *_TABLES, f"{_STATE}nf4", f"{_STATE}fp4", "weight_format")
+"""Names in files of what belongs to a quantised weight, behind the layer's."""
+_NESTED_BLOCK = 256
+"""Scales that share a scale of their own, where they are quantised, too."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Quantisation of one weight. It refers to no layer: by the time it runs, an adapter may have taken its place.
+
+    Attributes:
+        target: The weight.
+        dtype: Of the values that are quantised.
+        transposed: They are the transpose of what the file has.
+        settings: Of `Params4bit`; None: int8.
+    """
+
+    target: str
+    dtype: torch.dtype
+    transposed: bool
+    settings: Mapping[str, Any] | None
+
+    def quantise(self, value: Tensor) -> dict[str, Tensor]:
+        """Values of the weight and of its scales by name; with the offset of 4-bit scales that are quantised, too.
+
+        Args:
+            value: The weight as its file has it.
+        """
+        library: Any = importlib.import_module("bitsandbytes")
+        value = (value.T if self.transposed else value).to(self.dtype)
+        if self.settings is None:
+            rows = library.nn.Int8Params(value, requires_grad=False, has_fp16_weights=False).to("cpu")
+            return {self.target: rows.data, f"{self.target.removesuffix('weight')}SCB": rows.SCB}
+        made = library.nn.Params4bit(value, requires_grad=False, **self.settings).to("cpu")
+        state: Any = made.quant_state
+        found = {self.target: made.data, f"{self.target}.absmax": state.absmax}
+        if state.nested:
+            found[f"{self.target}.nested_absmax"] = state.state2.absmax
+            found[f"{self.target}.{OFFSET}"] = state.offset
+        return found
+
+
+class WeightQuantiser:
+    """Quantised layers of a model that has no values yet.
+
+    Args:
+        model: transformers has put its quantised layers in.
+        hf_quantizer: It.
+
+    Raises:
+        ValueError: If weights are quantised by something else than bitsandbytes; names it.
+    """
+
+    def __init__(self, model: nn.Module, hf_quantizer: Any) -> None:
+        kind = type(hf_quantizer).__name__
+        if kind not in _METHODS:
+            method = getattr(hf_quantizer.quantization_config, "quant_method", kind)
+            raise ValueError(
+                f"weights quantised by {getattr(method, 'value', method)} cannot be read in slices; accepted: "
+                "BitsAndBytesConfig(load_in_4bit=True) and (load_in_8bit=True). Or load with transformers' own "
+                "from_pretrained, whole on every rank"
+            )
+        self.model, self.hf_quantizer = model, hf_quantizer
+        self.in_file: bool = hf_quantizer.pre_quantized
+
+    def wants(self, target: str) -> bool:
+        """True for the weight of a quantised layer."""
+        return target.endswith("weight") and bool(self.hf_quantizer.param_needs_quantization(self.model, target))
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        """Of a name in a quantised file: the weight that it belongs to, and its name behind the layer's."""
+        for suffix in _STORED if self.in_file else ():
+            if key.endswith(f".{suffix}"):
+                return f"{key.removesuffix(suffix)}weight", suffix
+        return None
+
+    def expect(self, target: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+        """Give a layer parameters without memory, for values that its recipe makes.
+
+        Args:
+            target: The weight.
+            shape, dtype: Of the values before.
+
+        Returns:
+            By name.
+        """
+        library: Any = importlib.import_module("bitsandbytes.functional")
+        layer = self._layer(target)
+        weight: Any = layer.weight
+        if "SCB" in vars(weight):
+            return self._expect_rows(target, layer, shape)
+        code = library.get_4bit_type(weight.quant_type, device="cpu")
+        shape = shape[::-1] if _is_transposed(layer) else shape
+        blocks = -(-math.prod(shape) // weight.blocksize)
+        state = library.QuantState(
+            _meta(blocks, torch.float32), shape, code, weight.blocksize, weight.quant_type, dtype
+        )
+        if weight.compress_statistics:
+            state.absmax, state.nested = _meta(blocks, torch.uint8), True
+            state.offset = torch.tensor(math.nan)  # until one rank has it: `set_offsets`
+            state.state2 = library.QuantState(
+                _meta(-(-blocks // _NESTED_BLOCK), torch.float32),
+                code=library.create_dynamic_map(),
+                blocksize=_NESTED_BLOCK,
+                dtype=torch.float32,
+            )
+        packed = -(-math.prod(shape) // 2) // weight.quant_storage.itemsize
+        return self._settle(target, layer, state, torch.empty(packed, 1, dtype=weight.quant_storage, device="meta"))
+
+    def expect_stored(
+        self, target: str, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], small: dict[str, Tensor]
+    ) -> dict[str, nn.Parameter]:
+        """Give a layer parameters without memory, for values that a file has.
+
+        Args:
+            target: The weight.
+            shapes: Shapes and dtypes of "weight" and of its scales, by their names behind the layer's.
+            small: What else the file has for it.
+
+        Returns:
+            By name, behind the layer's.
+
+        Raises:
+            ValueError: If something is missing.
+        """
+        library: Any = importlib.import_module("bitsandbytes.functional")
+        layer = self._layer(target)
+        weight: Any = layer.weight
+        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+        if "SCB" in vars(weight):
+            if "SCB" not in shapes:
+                raise ValueError(f"{target} is stored in int8 without its scales (SCB)")
+            return self._expect_rows(target, layer, torch.Size(shapes["weight"][0]))
+        described = [value for name, value in small.items() if name.startswith(_STATE)]
+        if "weight.absmax" not in shapes or len(described) != 1:
+            raise ValueError(f"{target} is stored in 4 bits without its scales: the file has {sorted(small | empty)}")
+        parts = {name.removeprefix("weight."): value for name, value in {**empty, **small}.items() if name != "weight"}
+        state = library.QuantState.from_dict(parts, device=None)
+        weight.blocksize, weight.compress_statistics, weight.quant_type = (
+            state.blocksize,
+            state.nested,
+            state.quant_type,
+        )
+        return self._settle(target, layer, state, empty["weight"])
+
+    def recipe(self, target: str, dtype: torch.dtype) -> Recipe:
+        """Steps from a weight's values in its file to those of the parameters that `expect` made.
+
+        Args:
+            target: The weight.
+            dtype: Of the values that are quantised.
+        """
+        layer = self._layer(target)
+        weight: Any = layer.weight
+        if "SCB" in vars(weight):
+            return Recipe(target, dtype, _is_transposed(layer), None)
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+        return Recipe(target, dtype, _is_transposed(layer), {name: getattr(weight, name) for name in names})
+
+    def _layer(self, target: str) -> Any:
+        return self.model.get_submodule(target.rpartition(".")[0])
+
+    def _expect_rows(self, target: str, layer: Any, shape: torch.Size) -> dict[str, nn.Parameter]:
+        shape = shape[::-1] if _is_transposed(layer) and not self.in_file else shape
+        layer.state.SCB = _meta(shape[0], torch.float32)
+        return self._settle(target, layer, None, torch.empty(shape, dtype=torch.int8, device="meta"))
+
+    def _settle(self, target: str, layer: Any, state: Any, empty: Tensor) -> dict[str, nn.Parameter]:
+        swap_values(layer.weight, empty)
+        if state is not None:
+            layer.weight.bnb_quantized, layer.weight.quant_state = True, state
+            layer.quant_state = state
+        attach_scales(layer)
+        found = {f"{target.removesuffix('weight')}{name}": p for name, p in layer.named_parameters() if name != "bias"}
+        # transformers initialises what is not marked so.
+        layer._is_hf_initialized = all(name != "bias" for name, _ in layer.named_parameters())
+        for parameter in found.values():
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        return found
+
+
+def _meta(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """True where a layer stands for transformers' `Conv1D`, whose weight is the transpose."""
+    source: Any = layer.source_cls
+    return bool(source.__name__ == "Conv1D")

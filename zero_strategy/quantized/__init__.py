@@ -1,0 +1,1 @@
+"""Weights that other libraries have quantised, as parameters that can be sharded."""

@@ -1,0 +1,258 @@
+"""Scales of quantised weights as frozen parameters of their modules, so that they are divided as the weights are.
+
+bitsandbytes keeps a quantised weight in a parameter, and its scales in attributes of an object beside it. Here each
+scale becomes a parameter of the weight's module under the name that it has in the library's own state dicts
+(`weight.absmax`, `weight.nested_absmax`, `SCB`), and the attribute refers to this parameter. The library goes on
+reading the attribute, and finds what the engine has gathered there; plan, checkpoints, tiers and guards know a scale
+as they know any parameter.
+
+| class | weight | scales | what refers to them |
+| --- | --- | --- | --- |
+| `Linear4bit`, `Embedding4bit` | `Params4bit` | `weight.absmax`, `weight.nested_absmax` | `weight.quant_state` |
+| `Linear8bitLt` | `Int8Params` | `SCB` | `module.state`, with `CB`, the weight |
+| `Embedding8bit` | `Int8Params` | `SCB` | the weight |
+
+The library is recognised by the names of its classes: nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.runtime.torch_private import parameters_of
+
+_LIBRARY = "bitsandbytes."
+_FAST_EVALUATION = "support_avx512bf16_for_cpu"
+"""Attribute of bitsandbytes' layers: evaluation on such CPUs may replace the weight by one in another order."""
+
+
+class Scale(nn.Parameter):
+    """A scale of a quantised weight: frozen, and of its own dtype when a module is cast, as the library leaves it."""
+
+    def to(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `Tensor.to`; a module's cast moves it alone."""
+        if not _is_asked_by_module(sys._getframe(1)):
+            return super().to(*arguments, **keywords)
+        device, _, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
+        return super().to(self.device if device is None else device, non_blocking=non_blocking)
+
+    def float(self) -> Any:
+        """As `Tensor.float`; a module's cast gives the scale itself."""
+        return self if _is_asked_by_module(sys._getframe(1)) else super().float()
+
+    def double(self) -> Any:
+        """As `Tensor.double`; a module's cast gives the scale itself."""
+        return self if _is_asked_by_module(sys._getframe(1)) else super().double()
+
+    def half(self) -> Any:
+        """As `Tensor.half`; a module's cast gives the scale itself."""
+        return self if _is_asked_by_module(sys._getframe(1)) else super().half()
+
+    def bfloat16(self) -> Any:
+        """As `Tensor.bfloat16`; a module's cast gives the scale itself."""
+        return self if _is_asked_by_module(sys._getframe(1)) else super().bfloat16()
+
+
+def _is_asked_by_module(frame: FrameType) -> bool:
+    """True if `nn.Module.to`, `.half()` or one of their like asks."""
+    return frame.f_globals.get("__name__") == nn.Module.__module__
+
+
+def scale(values: Tensor) -> Scale:
+    """A scale that has these values, in their memory."""
+    made: Scale = torch.Tensor._make_subclass(Scale, values.detach(), False)
+    return made
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of a scale.
+
+    Attributes:
+        module: It has the weight.
+        key: Name among the module's parameters.
+        holder: Object that the library reads it from.
+        attribute: Its name there.
+    """
+
+    module: nn.Module
+    key: str
+    holder: Any
+    attribute: str
+
+    @property
+    def value(self) -> Tensor:
+        """What the library reads now."""
+        found: Tensor = getattr(self.holder, self.attribute)
+        return found
+
+
+def is_quantised(parameter: object) -> bool:
+    """True for packed or rounded values of a quantised weight; a scale is none."""
+    return _library_class(parameter, "Params4bit") or _library_class(parameter, "Int8Params")
+
+
+def keeps_dtype(parameter: object) -> bool:
+    """True for a parameter whose elements mean nothing in another dtype: a quantised weight, or a scale of one."""
+    return isinstance(parameter, Scale) or is_quantised(parameter)
+
+
+def attach_scales(root: nn.Module) -> None:
+    """Make parameters of all scales below `root`. Those that are parameters already stay what they are.
+
+    Raises:
+        ValueError: If a layer is not quantised yet, or quantises its weight in every forward; names it.
+    """
+    # All of them before anything changes: a refusal leaves the module as it was.
+    found = [(module, list(_slots(name, module))) for name, module in root.named_modules()]
+    tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
+    for module, slots in found:
+        for slot in slots:
+            if isinstance(slot.value, Scale):
+                continue
+            made = scale(slot.value)
+            # Not by `register_parameter`, which takes no dots: the names are those of the library's own files.
+            parameters_of(module)[slot.key] = made
+            setattr(slot.holder, slot.attribute, made)
+        if slots:
+            _settle(module, tables)
+
+
+def detach_scales(root: nn.Module) -> None:
+    """Undo `attach_scales`: the library has plain tensors again, with the values that the parameters have now."""
+    for name, module in root.named_modules():
+        slots = [slot for slot in _slots(name, module) if isinstance(slot.value, Scale)]
+        for slot in slots:
+            values = slot.value.detach().as_subclass(Tensor)
+            setattr(slot.holder, slot.attribute, values)
+            del parameters_of(module)[slot.key]
+        if slots and _library_class(module, "Linear8bitLt"):
+            _follow_no_weight(module)
+        if slots and _FAST_EVALUATION in vars(module):
+            setattr(module, _FAST_EVALUATION, True)
+
+
+OFFSET = "nested_offset"
+"""Name of the mean of a weight's scales, which quantised scales are given without; a number, not a parameter."""
+
+
+def weight_of(name: str) -> str:
+    """The weight's name, of a 4-bit weight or of its scales."""
+    return name.removesuffix(".absmax").removesuffix(".nested_absmax")
+
+
+def lacking_offsets(root: nn.Module) -> dict[str, Any]:
+    """The states of quantised weights whose offset is not known yet, by the name of the weight."""
+    found = {}
+    for name, module in root.named_modules():
+        state = getattr(parameters_of(module).get("weight"), "quant_state", None)
+        if state is not None and state.offset is not None and bool(state.offset.isnan()):
+            found[f"{name}.weight" if name else "weight"] = state
+    return found
+
+
+def _slots(name: str, module: nn.Module) -> Iterator[Slot]:
+    """The scales of a module itself, its weight's."""
+    weight = parameters_of(module).get("weight")
+    if weight is None or not is_quantised(weight):
+        return
+    if _library_class(weight, "Params4bit"):
+        state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is None:
+            raise ValueError(_unquantised(name, module))
+        weight.quant_state = state  # type: ignore[attr-defined]
+        yield Slot(module, "weight.absmax", state, "absmax")
+        if state.state2 is not None:
+            yield Slot(module, "weight.nested_absmax", state.state2, "absmax")
+        return
+    holder = module.state if _library_class(module, "Linear8bitLt") else weight
+    if getattr(holder, "has_fp16_weights", False):
+        raise ValueError(
+            f"{name or 'the module'} is a {type(module).__name__} with has_fp16_weights=True: it keeps an int8 copy of "
+            "its whole weight on every rank, which sharding does not divide. Take nn.Linear, or "
+            "has_fp16_weights=False with a frozen weight and an adapter"
+        )
+    if holder is not weight and getattr(weight, "CB", None) is not None:
+        module.init_8bit_state()  # type: ignore[operator]
+    if getattr(holder, "SCB", None) is None:
+        raise ValueError(_unquantised(name, module))
+    yield Slot(module, "SCB", holder, "SCB")
+
+
+def _unquantised(name: str, module: nn.Module) -> str:
+    return (
+        f"{name or 'the module'} is a {type(module).__name__} whose weight is not quantised yet: bitsandbytes does "
+        "that when a module moves. Call model.to(device) first, the CPU is a device too, or load the model by "
+        "zero_strategy.integrations.transformers.from_pretrained(..., quantization_config=...)"
+    )
+
+
+def _settle(module: nn.Module, tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor]) -> None:
+    """Have a module keep no whole copy of its own, and its weight where it is."""
+    if _library_class(module, "Linear8bitLt"):
+        _follow_weight(module)
+    elif _library_class(module.weight, "Int8Params"):
+        module.weight.CB = None  # type: ignore[union-attr]
+    else:
+        state: Any = module.weight.quant_state  # type: ignore[union-attr]
+        for holder in (state, state.state2):
+            if holder is not None and not holder.code.is_meta:
+                holder.code = _shared(holder.code, tables)
+    if getattr(module, _FAST_EVALUATION, False):
+        setattr(module, _FAST_EVALUATION, False)
+
+
+_WEIGHT = "_weight"
+
+
+def _get_rows(self: Any) -> Tensor | None:
+    weight = vars(self).get(_WEIGHT)
+    found: Tensor | None = vars(self).get("CB") if weight is None else weight.detach()
+    return found
+
+
+def _set_rows(self: Any, rows: Tensor | None) -> None:
+    vars(self).pop(_WEIGHT, None)  # another weight, such as one with an adapter merged into it
+    vars(self)["CB"] = rows
+
+
+@functools.cache
+def _following_class(kind: type) -> type:
+    """The class of an int8 layer's state whose `CB` is what the weight has now."""
+    return type(f"Following{kind.__name__}", (kind,), {"CB": property(_get_rows, _set_rows)})
+
+
+def _follow_weight(module: Any) -> None:
+    """Let an int8 layer find its rows in its weight: a tensor in their place would keep the whole of what is released.
+
+    Not the weight itself, whose class in the library has a `to` of fewer arguments than a tensor's.
+    """
+    vars(module.state)["CB"] = module.weight.CB = None
+    kind: Any = type(module.state)
+    module.state.__class__ = _following_class(kind)
+    vars(module.state)[_WEIGHT] = module.weight
+
+
+def _follow_no_weight(module: Any) -> None:
+    module.state.__class__ = type(module.state).__mro__[1]
+    vars(module.state).pop(_WEIGHT, None)
+    module.state.CB = module.weight.data
+
+
+def _shared(table: Tensor, tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor]) -> Tensor:
+    """One tensor for all equal tables of code values, of which each layer has its own: a kilobyte or two."""
+    key = (table.dtype, table.device, table.detach().cpu().numpy().tobytes())
+    return tables.setdefault(key, table)
+
+
+def _library_class(value: object, name: str) -> bool:
+    """True if an object is of this class of the library, or of one made of it here."""
+    return any(kind.__name__ == name and kind.__module__.startswith(_LIBRARY) for kind in type(value).__mro__)
