@@ -202,7 +202,7 @@ class WeightQuantiser:
         # transformers initialises what is not marked so.
         layer._is_hf_initialized = all(name != "bias" for name, _ in layer.named_parameters())
         for parameter in found.values():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True
         return found
 
 
