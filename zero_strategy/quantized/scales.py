@@ -38,26 +38,26 @@ class Scale(nn.Parameter):
     """A scale of a quantised weight: frozen, and of its own dtype when a module is cast, as the library leaves it."""
 
     def to(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Tensor.to`; a module's cast moves it alone."""
+        """`Tensor.to`; a module's cast moves the scale alone."""
         if not _is_asked_by_module(sys._getframe(1)):
             return super().to(*arguments, **keywords)
         device, _, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
         return super().to(self.device if device is None else device, non_blocking=non_blocking)
 
     def float(self) -> Any:
-        """As `Tensor.float`; a module's cast gives the scale itself."""
+        """`Tensor.float`; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().float()
 
     def double(self) -> Any:
-        """As `Tensor.double`; a module's cast gives the scale itself."""
+        """`Tensor.double`; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().double()
 
     def half(self) -> Any:
-        """As `Tensor.half`; a module's cast gives the scale itself."""
+        """`Tensor.half`; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().half()
 
     def bfloat16(self) -> Any:
-        """As `Tensor.bfloat16`; a module's cast gives the scale itself."""
+        """`Tensor.bfloat16`; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().bfloat16()
 
 
