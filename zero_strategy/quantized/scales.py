@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.quantized.entries import leave_entries, load_entries
 from zero_strategy.runtime.torch_private import parameters_of
 
 _LIBRARY = "bitsandbytes."
@@ -116,9 +117,8 @@ def attach_scales(root: nn.Module) -> None:
     tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
     for module, slots in found:
         for slot in slots:
-            if isinstance(slot.value, Scale):
-                continue
-            made = scale(slot.value)
+            # In a copied module the library's object has a copy of its own.
+            made = slot.value if isinstance(slot.value, Scale) else scale(slot.value)
             # Not by `register_parameter`, which takes no dots: the names are those of the library's own files.
             parameters_of(module)[slot.key] = made
             setattr(slot.holder, slot.attribute, made)
@@ -134,6 +134,7 @@ def detach_scales(root: nn.Module) -> None:
             values = slot.value.detach().as_subclass(Tensor)
             setattr(slot.holder, slot.attribute, values)
             del parameters_of(module)[slot.key]
+        leave_entries(module)
         if slots and _library_class(module, "Linear8bitLt"):
             _follow_no_weight(module)
         if slots and _FAST_EVALUATION in vars(module):
@@ -164,6 +165,11 @@ def _slots(name: str, module: nn.Module) -> Iterator[Slot]:
     weight = parameters_of(module).get("weight")
     if weight is None or not is_quantised(weight):
         return
+    if weight.requires_grad and not getattr(weight, "has_fp16_weights", False):
+        raise ValueError(
+            f"{name}.weight is quantised and requires a gradient: freeze it (requires_grad_(False)) and train an "
+            "adapter, or train the weight before it is quantised"
+        )
     if _library_class(weight, "Params4bit"):
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is None:
@@ -203,6 +209,7 @@ def _settle(module: nn.Module, tables: dict[tuple[torch.dtype, torch.device, byt
         module.weight.CB = None  # type: ignore[union-attr]
     else:
         state: Any = module.weight.quant_state  # type: ignore[union-attr]
+        load_entries(module)
         for holder in (state, state.state2):
             if holder is not None and not holder.code.is_meta:
                 holder.code = _shared(holder.code, tables)

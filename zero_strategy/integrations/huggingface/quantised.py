@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.quantized.entries import DESCRIPTION, TABLES
 from zero_strategy.quantized.scales import OFFSET, attach_scales
 from zero_strategy.runtime.torch_private import swap_values
 
@@ -23,9 +24,7 @@ _METHODS = {"Bnb4BitHfQuantizer": "load_in_4bit", "Bnb8BitHfQuantizer": "load_in
 """Quantizers of transformers, and the setting of `BitsAndBytesConfig` that asks for each."""
 SLICED = ("weight.absmax", "weight.nested_absmax", "SCB")
 """Scales that are divided as their weights are."""
-_TABLES = ("weight.quant_map", "weight.nested_quant_map")
-_STATE = "weight.quant_state.bitsandbytes__"
-_STORED = (*SLICED, *_TABLES, f"{_STATE}nf4", f"{_STATE}fp4", "weight_format")
+_STORED = (*SLICED, *TABLES, f"{DESCRIPTION}nf4", f"{DESCRIPTION}fp4", "weight_format")
 """Names in files of what belongs to a quantised weight, behind the layer's."""
 _NESTED_BLOCK = 256
 """Scales that share a scale of their own, where they are quantised, too."""
@@ -95,7 +94,7 @@ class WeightQuantiser:
         return target.endswith("weight") and bool(self.hf_quantizer.param_needs_quantization(self.model, target))
 
     def companion(self, key: str) -> tuple[str, str] | None:
-        """Of a name in a quantised file: the weight that it belongs to, and its name behind the layer's."""
+        """The weight that a name in a quantised file belongs to, and the name behind the layer's."""
         for suffix in _STORED if self.in_file else ():
             if key.endswith(f".{suffix}"):
                 return f"{key.removesuffix(suffix)}weight", suffix
@@ -158,7 +157,7 @@ class WeightQuantiser:
             if "SCB" not in shapes:
                 raise ValueError(f"{target} is stored in int8 without its scales (SCB)")
             return self._expect_rows(target, layer, torch.Size(shapes["weight"][0]))
-        described = [value for name, value in small.items() if name.startswith(_STATE)]
+        described = [value for name, value in small.items() if name.startswith(DESCRIPTION)]
         if "weight.absmax" not in shapes or len(described) != 1:
             raise ValueError(f"{target} is stored in 4 bits without its scales: the file has {sorted(small | empty)}")
         parts = {name.removeprefix("weight."): value for name, value in {**empty, **small}.items() if name != "weight"}

@@ -1,0 +1,106 @@
+"""Small models of bitsandbytes' layers, and of a quantised Llama with an adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.integrations.huggingface.adapters import adapted
+from zero_strategy.integrations.transformers import from_pretrained
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "nf4-double": {**NF4, "bnb_4bit_use_double_quant": True},
+    "nf4-in-bf16": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
+    "fp4-double": {**NF4, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+KINDS = list(SETTINGS)
+
+
+class Adapted(nn.Module):
+    """A frozen quantised layer and a trained low-rank path beside it."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(inputs, 4, bias=False)
+        self.up = nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    """One quantised layer with values of its own."""
+    plain = nn.Linear(inputs, outputs, bias=False)
+    made: nn.Module
+    if kind == "int8":
+        made = bitsandbytes.nn.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
+    else:
+        made = bitsandbytes.nn.Linear4bit(
+            inputs,
+            outputs,
+            bias=False,
+            compute_dtype=torch.float32,
+            compress_statistics="double" in kind,
+            quant_type=kind[:3],
+            quant_storage=torch.bfloat16 if "bf16" in kind else torch.uint8,
+        )
+    made.load_state_dict(plain.state_dict())
+    return made.to("cpu")
+
+
+class Net(nn.Module):
+    """Two units of quantised layers between plain ones."""
+
+    def __init__(self, kind: str, width: int = 96) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Adapted(layer(kind, width, width), width, width) for _ in range(2))
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        result: Tensor = self.last(x)
+        return result
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes: packed values in a floating-point dtype may be NaNs, which equal nothing."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that differ, or that one side lacks."""
+    common = one.keys() & other.keys()
+    return sorted(one.keys() ^ other.keys()) + [
+        n for n in sorted(common) if not torch.equal(bits(one[n]), bits(other[n]))
+    ]
+
+
+def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
+    """A quantised model from files with an adapter, by transformers' own `from_pretrained` or by this package's.
+
+    Args:
+        kind: Of the model.
+        path: Files that are quantised already if `how` is "".
+        how: A key of `SETTINGS`.
+        ours: By this package's.
+    """
+    options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**SETTINGS[how])} if how else {}
+    read = from_pretrained if ours else (lambda cls, *rest, **more: cls.from_pretrained(*rest, **more))
+    base = read(AutoModelForCausalLM, path, dtype=torch.float32, **options)
+    # As PEFT's own preparation does: 16-bit parameters aside, nothing is cast.
+    for parameter in base.parameters():
+        parameter.requires_grad_(False)
+    return adapted(kind, base, target_modules="all-linear", init_lora_weights=False)

@@ -1,0 +1,67 @@
+"""Entries of state dicts beside a 4-bit weight and its scales: tables of values, and what describes the quantisation.
+
+The layer writes them itself, and its library leaves them to `from_pretrained`: a plain `load_state_dict` would take the
+weight and not the offset of its scales, which gives other values. With these hooks it takes both, or refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.runtime.torch_private import parameters_of
+
+TABLES = ("weight.quant_map", "weight.nested_quant_map")
+DESCRIPTION = "weight.quant_state.bitsandbytes__"
+"""Start of the description's name; it goes on with the kind of 4-bit values."""
+_HANDLES, _PREFIX = "_zero_strategy_entries", "_zero_strategy_prefix"
+
+
+def load_entries(layer: nn.Module) -> None:
+    """Have a layer's `load_state_dict` take them from now on."""
+    if _HANDLES not in vars(layer):
+        before = layer.register_load_state_dict_pre_hook(_take)
+        vars(layer)[_HANDLES] = [before, layer.register_load_state_dict_post_hook(_know)]
+
+
+def leave_entries(layer: nn.Module) -> None:
+    """Undo `load_entries`."""
+    for handle in vars(layer).pop(_HANDLES, ()):
+        handle.remove()
+
+
+def _take(layer: Any, entries: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Give the layer's state what describes the values that are about to be loaded."""
+    vars(layer)[_PREFIX] = prefix
+    state = layer.weight.quant_state
+    described = [key for key in entries if key.startswith(prefix + DESCRIPTION)]
+    for key in described:
+        fields = json.loads(bytes(entries[key].cpu().numpy()))
+        mine = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
+        mine["nested_blocksize"] = state.state2.blocksize if state.nested else None
+        for field, value in mine.items():
+            if fields.get(field) != value:
+                raise ValueError(
+                    f"{prefix}weight is stored with {field} {fields.get(field)}, and the model's has {value}: quantise "
+                    "the model as it was when it was saved"
+                )
+        state.dtype = getattr(torch, fields["dtype"])
+        if state.nested:
+            state.offset.fill_(fields["nested_offset"])
+    for name, holder in zip(TABLES, (state, state.state2), strict=True):
+        table = entries.get(prefix + name)
+        if isinstance(table, Tensor) and holder is not None and not torch.equal(table.to(holder.code), holder.code):
+            raise ValueError(f"{prefix}{name} is another table than the one that {state.quant_type} has here")
+
+
+def _know(layer: nn.Module, incompatible: Any) -> None:
+    """Leave the entries out of the names that torch reports as unexpected."""
+    prefix = vars(layer).pop(_PREFIX, "")
+    # Parameters, too: torch takes a name with a dot for one of a module inside, though it has loaded it.
+    known = [prefix + name for name in (*TABLES, *parameters_of(layer))]
+    unexpected = incompatible.unexpected_keys
+    unexpected[:] = [key for key in unexpected if key not in known and not key.startswith(prefix + DESCRIPTION)]
