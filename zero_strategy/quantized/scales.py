@@ -91,7 +91,7 @@ class Slot:
 
     @property
     def value(self) -> Tensor:
-        """What the library reads now."""
+        """The tensor that the library reads now."""
         found: Tensor = getattr(self.holder, self.attribute)
         return found
 
