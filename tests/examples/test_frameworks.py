@@ -80,6 +80,18 @@ def test_lora_example(ranks: Launcher, tmp_path: Path) -> None:
         assert found["loaded"] == pytest.approx(found["after"], abs=1e-4), "the adapter as plain PEFT reads it"
 
 
+def quantised(folder: str) -> dict[str, float]:
+    return lora(folder, "--steps=20", "--quantize=nf4")
+
+
+def test_qlora_example(ranks: Launcher, tmp_path: Path) -> None:
+    found = ranks(2)(quantised, str(tmp_path))
+    assert all(each["after"] < each["before"] - 0.5 for each in found)
+    assert found[0]["loaded"] == pytest.approx(found[0]["after"], abs=1e-4), (
+        "the adapter on weights quantised by plain PEFT"
+    )
+
+
 def gan(folder: str, steps: int, *more: str) -> list[float]:
     import gan_two_optimizers
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from lightning.pytorch import LightningModule
 from peft import PeftModel
 from torch import Tensor
 from torchao.quantization import IntxWeightOnlyConfig
@@ -18,10 +19,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.huggingface.adapters import adapted
 from tests.integrations.huggingface.test_pretrained import Live, saved
-from tests.integrations.huggingface.training import difference, resume, rows, run
+from tests.integrations.huggingface.training import difference, history, resume, rows, run, trainer_of
+from tests.integrations.lightning import trainers
 from tests.launcher import Launcher
 from tests.quantized.layers import KINDS, SETTINGS, quantised, same_bits
-from zero_strategy.integrations.transformers import from_pretrained
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.transformers import from_pretrained, pipeline_layers
+from zero_strategy.pipeline.module import PipelineModule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
@@ -213,6 +217,79 @@ def test_a_file_without_scales_is_named(ranks: Launcher, tmp_path: Path) -> None
     kept = {name: value for name, value in load_file(file).items() if "q_proj.weight.absmax" not in name}
     save_file(kept, file, metadata={"format": "pt"})
     ranks(1)(torn, str(tmp_path / "quantised"))
+
+
+class Language(LightningModule):
+    """A quantised model with an adapter in a module of the user's."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+
+def under_lightning(path: str, how: str, strategy: Any) -> dict[str, Tensor]:
+    transformers.logging.set_verbosity_error()
+    module = Language(quantised("llama", path, how, ours=strategy != "ddp"))
+    lightning = trainers.trainer("ddp" if strategy == "ddp" else trainers.zero(strategy))
+    lightning.fit(module, torch.utils.data.DataLoader(rows(8), batch_size=2))
+    return trainers.weights(module)
+
+
+@pytest.mark.parametrize("how", ["nf4-double", "int8"])
+def test_under_lightning(ranks: Launcher, tmp_path: Path, how: str) -> None:
+    path = saved(tmp_path, "llama")
+    plain, ours = (ranks(2, timeout=120)(under_lightning, path, how, kind)[0] for kind in ("ddp", 3))
+    trained = {name for name in plain if "lora_" in name}
+    assert trained and max(float((plain[n] - ours[n]).abs().max()) for n in trained) < 2e-6
+    assert not same_bits({n: plain[n] for n in plain.keys() - trained}, {n: ours[n] for n in plain.keys() - trained})
+
+
+@pytest.mark.parametrize("how", ["nf4-double", "int8"])
+def test_stages_of_a_pipeline_read_their_own_layers(tmp_path: Path, how: str) -> None:
+    transformers.logging.set_verbosity_error()
+    path, x = saved(tmp_path, "llama"), torch.arange(3, 11).view(1, 8)
+    plain = quantised("llama", path, how, ours=False).eval().base_model.model
+    expected, state, hidden = plain(x).logits, {}, x
+    for rank in range(2):
+        waiting = quantised("llama", path, how, ours=True).base_model.model
+        part = PipelineModule(pipeline_layers(waiting), 2, rank=rank).eval()
+        engine = ZeroEngine(part, {"stage": 0})
+        hidden = part(hidden)
+        state |= engine.full_state_dict()
+    assert torch.equal(hidden, expected)  # type: ignore[arg-type]
+    assert not same_bits(state, plain.state_dict())
+
+
+def with_mesh(path: str, how: str, mesh: dict[str, int]) -> Any:
+    with fresh_state():
+        made = functools.partial(makes, path=path, how=how, ours=True)
+        zero = {"mesh": mesh}
+        trainer = trainer_of(3, "llama", Path(path) / "out", zero=zero, make=made, max_steps=3)
+        trainer.train()
+        return history(trainer)
+
+
+def test_long_sequences_divide_and_train(ranks: Launcher, tmp_path: Path) -> None:
+    path = saved(tmp_path, "llama")
+    whole = ranks(1, timeout=120)(with_mesh, path, "nf4-double", {})[0]
+    divided = ranks(2, timeout=120)(with_mesh, path, "nf4-double", {"sequence": 2, "ulysses": 1})[0]
+    assert difference(whole, divided) < 1e-5
+
+
+def divided_weights(path: str) -> None:
+    with pytest.raises(ValueError, match=r"mesh.tensor divides no quantised weights, such as .*leave mesh.tensor at 1"):
+        with_mesh(path, "nf4-double", {"tensor": 2})
+
+
+def test_tensor_parallelism_is_refused(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(divided_weights, saved(tmp_path, "llama"))
 
 
 def test_an_adapter_on_quantised_weights_has_the_names_of_one_on_plain_ones(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import is_dtensor, tensor_ranks
 from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
+from zero_strategy.quantized.scales import keeps_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,12 +38,13 @@ def divide_layers(module: nn.Module, mesh: DeviceMesh, plan: Plan | None = None)
         {parameter that was replaced: its `DTensor`}.
 
     Raises:
-        ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided; or it
-            has dropout, and ranks would draw different masks.
+        ValueError: If a model has no plan, one with a style that is not known, or heads that cannot be divided; if it
+            has dropout, and ranks would draw different masks; if weights are quantised.
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for _, model in hugging_face_models(module):
         # What refuses a model comes before anything of it is changed.
+        _check_plain(model)
         styles = _styles(model, own_plan(model) if plan is None else plan, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
         _check_dropout(model, mesh)
@@ -159,6 +161,15 @@ def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
                     own.copy_(values)
     finally:
         ranks.close()
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse quantised weights: a part of one would begin and end inside of the blocks that share a scale."""
+    if found := [name for name, parameter in model.named_parameters() if keeps_dtype(parameter)]:
+        raise ValueError(
+            f"mesh.tensor divides no quantised weights, such as {found[0]!r}: leave mesh.tensor at 1, where stage 3 "
+            "divides their bytes, or load the model without quantization_config"
+        )
 
 
 def _check_dropout(model: Any, mesh: DeviceMesh) -> None:
