@@ -39,26 +39,26 @@ class Scale(nn.Parameter):
     """A scale of a quantised weight: frozen, and of its own dtype when a module is cast, as the library leaves it."""
 
     def to(self, *arguments: Any, **keywords: Any) -> Any:
-        """`Tensor.to`; a module's cast moves the scale alone."""
+        """See torch; a module's cast moves the scale alone."""
         if not _is_asked_by_module(sys._getframe(1)):
             return super().to(*arguments, **keywords)
         device, _, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
         return super().to(self.device if device is None else device, non_blocking=non_blocking)
 
     def float(self) -> Any:
-        """`Tensor.float`; a module's cast gives the scale itself."""
+        """See torch; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().float()
 
     def double(self) -> Any:
-        """`Tensor.double`; a module's cast gives the scale itself."""
+        """See torch; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().double()
 
     def half(self) -> Any:
-        """`Tensor.half`; a module's cast gives the scale itself."""
+        """See torch; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().half()
 
     def bfloat16(self) -> Any:
-        """`Tensor.bfloat16`; a module's cast gives the scale itself."""
+        """See torch; a module's cast gives the scale itself."""
         return self if _is_asked_by_module(sys._getframe(1)) else super().bfloat16()
 
 
