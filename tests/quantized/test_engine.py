@@ -9,11 +9,15 @@ import bitsandbytes.functional
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.integrations.huggingface.training import build
 from tests.launcher import Launcher
-from tests.quantized.layers import KINDS, Net, layer, same_bits
+from tests.quantized.layers import KINDS, Net, layer, quantised, same_bits
 from zero_strategy import ZeroEngine
+from zero_strategy.convert.convert import convert
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.quantized.scales import Scale
 
@@ -240,3 +244,70 @@ def asked_to_train() -> None:
 
 def test_a_quantised_weight_that_is_asked_to_train_is_named(ranks: Launcher) -> None:
     ranks(2)(asked_to_train)
+
+
+def llama() -> Any:
+    return build("llama")
+
+
+def saved_llama(folder: Path) -> str:
+    llama().save_pretrained(folder / "llama")
+    return str(folder / "llama")
+
+
+def given(kind: str, path: str, merge: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights that an engine gives of a quantised model with an adapter, and the same by the library and by hand."""
+    transformers.logging.set_verbosity_error()
+    model = quantised("llama", path, kind, ours=True)
+    plain = quantised("llama", path, kind, ours=False)
+    engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}})
+    found = {name: tensor.clone() for name, tensor in engine.weights(merge_adapters=merge)}
+    specs = {spec.name: (spec.dtype, spec.shape) for spec in engine.weights(merge_adapters=merge).specs}
+    assert specs == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+    wanted = {}
+    for name, module in plain.named_modules():
+        if not hasattr(module, "base_layer"):
+            continue
+        base, lora = module.base_layer, (module.lora_A["default"].weight, module.lora_B["default"].weight)
+        if kind == "int8":
+            base.init_8bit_state() if base.weight.CB is not None else None
+            values = base.weight.data.float() * base.state.SCB.unsqueeze(1) / 127
+        else:
+            values = bitsandbytes.functional.dequantize_4bit(base.weight.data, base.weight.quant_state)
+        merged = values + lora[1] @ lora[0] * 2  # lora_alpha / r
+        key = f"{name}.weight".removeprefix("base_model.model.") if merge else f"{name}.base_layer.weight"
+        wanted[key] = (merged if merge else values).detach()
+    return found, wanted
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_weights_for_a_server_are_values_with_the_adapter(
+    ranks: Launcher, tmp_path: Path, kind: str, merge: bool
+) -> None:
+    for found, wanted in ranks(2)(given, kind, saved_llama(tmp_path), merge):
+        assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in wanted.items())
+        assert not [name for name in found if "absmax" in name or "SCB" in name or (merge and "lora_" in name)]
+        if merge:
+            assert found.keys() == {name for name, _ in llama().named_parameters()}
+
+
+def cast(kind: str, folder: str) -> list[str]:
+    net, _, engine = prepared(kind, 3)
+    engine.save_pretrained(f"{folder}/half", dtype=torch.bfloat16)
+    engine.save_pretrained(f"{folder}/plain")
+    engine.save(f"{folder}/native")
+    with pytest.raises(ValueError, match=r"publish\(\) sends weights as .*'blocks.0.base.weight' is quantised"):
+        engine.publish(f"{folder}/published")
+    return [name for name, _ in net.named_parameters() if "base" in name]
+
+
+@pytest.mark.parametrize("kind", ["nf4-in-bf16", "nf4", "int8"])
+def test_a_dtype_of_files_casts_neither_packed_values_nor_scales(ranks: Launcher, tmp_path: Path, kind: str) -> None:
+    names = ranks(2)(cast, kind, str(tmp_path))[0]
+    convert(tmp_path / "native", tmp_path / "converted", dtype=torch.bfloat16)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    for folder in ("half", "converted"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert not same_bits({n: found[n] for n in names}, {n: plain[n] for n in names})
+        assert found["first.weight"].dtype == torch.bfloat16

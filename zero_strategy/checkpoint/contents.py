@@ -34,6 +34,7 @@ from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.nested_state import flattened
 
 if TYPE_CHECKING:
@@ -385,6 +386,7 @@ def _weights_pieces(
     values_of: VectorReader,
 ) -> Iterator[AnyPiece]:
     """A weight's slice as it is saved: from its master copy where that is finer and wanted."""
+    dtype = None if keeps_dtype(bucket.parameters[piece.index]) else dtype
     stored = stored_dtype(bucket.dtype, dtype)
     finer = dtype is not None and bucket.has_master and dtype.itemsize > bucket.dtype.itemsize
     lead = bucket.slice.start - bucket.owned.start if finer else 0

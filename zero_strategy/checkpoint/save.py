@@ -41,6 +41,7 @@ from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
 from zero_strategy.offload.tier import HostMemory, Tier, streams_of
+from zero_strategy.quantized.entries import kept_in_dtype
 from zero_strategy.runtime.host_bytes import PAGE, AlignedArena
 
 if TYPE_CHECKING:
@@ -408,8 +409,12 @@ class Saver:
                 }
                 for number, table in enumerate(tables)
             }
+            kept = kept_in_dtype(whole.names())
             plan = CheckpointPlan.build(
-                [TensorSpec(spec.name, stored_dtype(spec.dtype, dtype), spec.shape) for spec in whole.weights],
+                [
+                    TensorSpec(spec.name, stored_dtype(spec.dtype, None if spec.name in kept else dtype), spec.shape)
+                    for spec in whole.weights
+                ],
                 states,
                 aliases={alias: name for alias, name in whole.aliases.items() if name in shapes},
                 max_file_bytes=self._engine.config.config.checkpoint.max_file_bytes,

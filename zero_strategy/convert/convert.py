@@ -42,6 +42,7 @@ from zero_strategy.convert.portable import (
     without_averages,
     write_portable,
 )
+from zero_strategy.quantized.entries import kept_in_dtype
 from zero_strategy.runtime.regular_files import read_text
 
 _HERE = "zero_strategy.convert"
@@ -304,7 +305,7 @@ def free_place(target: str | os.PathLike[str], to_format: str) -> Path:
 
 
 def cast_weights(state: PortableState, dtype: torch.dtype) -> PortableState:
-    """A state with floating-point weights of another dtype; other weights stay.
+    """A state with floating-point weights of another dtype; other weights stay, and quantised ones with their scales.
 
     Nothing that an optimizer needs is lost: fp32 weights that become narrower are kept as its master weights, and
     master weights become the weights again where these become fp32.
@@ -315,8 +316,9 @@ def cast_weights(state: PortableState, dtype: torch.dtype) -> PortableState:
     ]
     weights = dict(state.weights)
     trained = {name: o for o in optimizers for group in o.param_groups for name in group["params"]}
+    kept = kept_in_dtype(weights)
     for name, tensor in state.weights.items():
-        if not tensor.spec.dtype.is_floating_point or tensor.spec.dtype == dtype:
+        if not tensor.spec.dtype.is_floating_point or tensor.spec.dtype == dtype or name in kept:
             continue
         weights[name] = _cast(tensor, dtype)
         if name not in trained:

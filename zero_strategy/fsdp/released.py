@@ -496,7 +496,8 @@ def _released_class(plain: type) -> type:
     """The class of a parameter of this class while it is released."""
     if plain is nn.Parameter:
         return ReleasedParameter
-    made = type(f"Released{plain.__name__}", (_Released, plain), {"__deepcopy__": ReleasedParameter.__deepcopy__})
+    # Under the plain class's name, as a tracked one is.
+    made = type(plain.__name__, (_Released, plain), {"__deepcopy__": ReleasedParameter.__deepcopy__})
     for name in QUICK:
         setattr(made, name, quick(name))
     return made

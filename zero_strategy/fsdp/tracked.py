@@ -76,7 +76,8 @@ class TrackedParameter(Tracked, nn.Parameter):
 @functools.cache
 def tracked_class(plain: type) -> type:
     """The class of a parameter of this class while writes to it are counted."""
-    return TrackedParameter if plain is nn.Parameter else type(f"Tracked{plain.__name__}", (Tracked, plain), {})
+    # Under the plain class's name, by which PEFT and transformers know bitsandbytes' parameters.
+    return TrackedParameter if plain is nn.Parameter else type(plain.__name__, (Tracked, plain), {})
 
 
 def plain_class(kind: type) -> type:

@@ -25,6 +25,7 @@ from zero_strategy.fsdp.shard_storage import PARAMETERS
 from zero_strategy.publish.folder import RECORD, Directory, Version, record_of, target_of
 from zero_strategy.publish.recorder import ChangeRecorder
 from zero_strategy.publish.server import VersionServer
+from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.shown import shown
 
 
@@ -85,6 +86,11 @@ class Publisher:
             raise ValueError(
                 "publish() follows models that one data-parallel group trains; with tensor parallelism or pipeline "
                 "stages iterate engine.weights(), or save checkpoints"
+            )
+        if packed := next((name for name, p in engine.model.names() if keeps_dtype(p)), None):
+            raise ValueError(
+                f"publish() sends weights as they are stored, and {packed!r} is quantised: iterate engine.weights(), "
+                "which gives values with adapters merged, or save the adapter"
             )
         wider = [p.dtype for _, p in engine.model.names() if dtype is not None and _is_narrower(p.dtype, dtype)]
         if wider:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.fsdp.dtensor import held_by, is_dtensor, whole_of
 from zero_strategy.fsdp.shard_storage import PARAMETERS
+from zero_strategy.quantized.values import dequantised, hollow_values, quantised_layers
 from zero_strategy.train_state import TrainState
 
 Conversion = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -191,7 +192,20 @@ def _by_unit(engine: TrainState, needing: Iterable[_Needing]) -> list[list[_Need
 def _sources(module: nn.Module, merge_adapters: bool) -> Iterator[_Source]:
     """All tensors of a module's state dict, tied ones once; those of PEFT merged, if that is asked for."""
     adapted = _Adapters(module) if merge_adapters else None
+    quantised = quantised_layers(module)
+    # Adapters on quantised layers come with the layers' weights.
+    around = () if adapted is None else (outer for path in quantised for outer in adapted.paths_around(path))
+    beside = tuple(f"{outer}." for outer in around)
     for name, tensor in state_dict_entries(module):
+        if (path := name.rpartition(".weight")[0]) in quantised or (path := name.rpartition(".")[0]) in quantised:
+            # Values, and no scales: a server quantises in a way of its own, if at all.
+            if name == f"{path}.weight":
+                yield _dequantised(path, quantised[path], adapted)
+            elif name == f"{path}.bias":
+                yield _plain(name if adapted is None else adapted.name_of(name), tensor)
+            continue
+        if name.startswith(beside):
+            continue
         yield from [_plain(name, tensor)] if adapted is None else adapted.sources(name, tensor)
 
 
@@ -200,6 +214,15 @@ def _plain(name: str, tensor: Tensor) -> _Source:
         return {name: whole_of(tensor, held_by(tensor).detach())}
 
     return _Source([tensor], make, {name: _hollow(tensor)})
+
+
+def _dequantised(path: str, layer: Any, adapted: _Adapters | None) -> _Source:
+    """The values of a quantised weight, active adapters added if they are merged."""
+    outer = [] if adapted is None else adapted.around(path)
+    added = [(each, name) for each in outer for name in each.active_adapters if name not in each.merged_adapters]
+    name = f"{path}.weight" if adapted is None else adapted.name_of(f"{path}.weight")
+    needs = [*layer.parameters(), *(parameter for each in outer for parameter in each.parameters())]
+    return _Source(needs, lambda: {name: dequantised(layer, added)}, {name: hollow_values(layer)})
 
 
 def _merged(prefix: str, layer: Any) -> _Source:
@@ -283,6 +306,20 @@ class _Adapters:
                 in_base = f"{self._in_base(path)}.{rest.removeprefix(copied)}"
                 return [_plain(in_base, tensor)] if rest.startswith(copied) else []
         return [_plain(self._in_base(name), tensor)]
+
+    def paths_around(self, path: str) -> list[str]:
+        """Names of PEFT's outermost layers in place of the module at `path`: one or none."""
+        parents = path.split(".")
+        return [name for end in range(1, len(parents)) if (name := ".".join(parents[:end])) in self._layers]
+
+    def around(self, path: str) -> list[Any]:
+        """PEFT's layers in place of the module at `path`, the innermost first."""
+        outer = [self._layers[name] for name in self.paths_around(path)]
+        return [each for layer in outer for each in reversed(list(layer.modules())) if isinstance(each, _tuner_layer())]
+
+    def name_of(self, name: str) -> str:
+        """The name that a base layer's tensor has without PEFT."""
+        return self._in_base(name).replace(".base_layer.", ".")
 
     def _in_base(self, name: str) -> str:
         return name.removeprefix(self._root)

@@ -7,7 +7,7 @@ weight and not the offset of its scales, which gives other values. With these ho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,17 @@ TABLES = ("weight.quant_map", "weight.nested_quant_map")
 DESCRIPTION = "weight.quant_state.bitsandbytes__"
 """Start of the description's name; it goes on with the kind of 4-bit values."""
 _HANDLES, _PREFIX = "_zero_strategy_entries", "_zero_strategy_prefix"
+
+
+def kept_in_dtype(names: Iterable[str]) -> frozenset[str]:
+    """Names, among those of a state, of packed values and scales, which mean nothing in another dtype."""
+    found = set[str]()
+    for name in names:
+        if name.endswith((".weight.absmax", ".weight.nested_absmax")):
+            found |= {name, name.rpartition(".")[0]}
+        elif name == "SCB" or name.endswith(".SCB"):
+            found |= {name, f"{name.removesuffix('SCB')}weight"}
+    return frozenset(found)
 
 
 def load_entries(layer: nn.Module) -> None:

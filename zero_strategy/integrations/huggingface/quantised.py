@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_strategy.quantized.entries import DESCRIPTION, TABLES
 from zero_strategy.quantized.scales import OFFSET, attach_scales
+from zero_strategy.quantized.values import is_transposed
 from zero_strategy.runtime.torch_private import swap_values
 
 _METHODS = {"Bnb4BitHfQuantizer": "load_in_4bit", "Bnb8BitHfQuantizer": "load_in_8bit"}
@@ -116,7 +117,7 @@ class WeightQuantiser:
         if "SCB" in vars(weight):
             return self._expect_rows(target, layer, shape)
         code = library.get_4bit_type(weight.quant_type, device="cpu")
-        shape = shape[::-1] if _is_transposed(layer) else shape
+        shape = shape[::-1] if is_transposed(layer) else shape
         blocks = -(-math.prod(shape) // weight.blocksize)
         state = library.QuantState(
             _meta(blocks, torch.float32), shape, code, weight.blocksize, weight.quant_type, dtype
@@ -179,15 +180,15 @@ class WeightQuantiser:
         layer = self._layer(target)
         weight: Any = layer.weight
         if "SCB" in vars(weight):
-            return Recipe(target, dtype, _is_transposed(layer), None)
+            return Recipe(target, dtype, is_transposed(layer), None)
         names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
-        return Recipe(target, dtype, _is_transposed(layer), {name: getattr(weight, name) for name in names})
+        return Recipe(target, dtype, is_transposed(layer), {name: getattr(weight, name) for name in names})
 
     def _layer(self, target: str) -> Any:
         return self.model.get_submodule(target.rpartition(".")[0])
 
     def _expect_rows(self, target: str, layer: Any, shape: torch.Size) -> dict[str, nn.Parameter]:
-        shape = shape[::-1] if _is_transposed(layer) and not self.in_file else shape
+        shape = shape[::-1] if is_transposed(layer) and not self.in_file else shape
         layer.state.SCB = _meta(shape[0], torch.float32)
         return self._settle(target, layer, None, torch.empty(shape, dtype=torch.int8, device="meta"))
 
@@ -207,9 +208,3 @@ class WeightQuantiser:
 
 def _meta(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """True where a layer stands for transformers' `Conv1D`, whose weight is the transpose."""
-    source: Any = layer.source_cls
-    return bool(source.__name__ == "Conv1D")
