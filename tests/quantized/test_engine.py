@@ -256,7 +256,7 @@ def saved_llama(folder: Path) -> str:
 
 
 def given(kind: str, path: str, merge: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights that an engine gives of a quantised model with an adapter, and the same by the library and by hand."""
+    """Weights that an engine gives of a quantised model with an adapter, and the same by the library and by hand."""
     transformers.logging.set_verbosity_error()
     model = quantised("llama", path, kind, ours=True)
     plain = quantised("llama", path, kind, ours=False)
