@@ -36,7 +36,7 @@ from zero_strategy.planning.buckets import (
     staying,
     stop_of,
 )
-from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, DEQUANTISED, Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.planning.model_shape import (
     BufferShape,
     ModelShape,
@@ -180,6 +180,8 @@ class MemoryPlan:
         ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
         casts = self._cast_bytes(units)
         ledger.add(Entry("activations", "device", Owner("casts of autocast"), casts, casts, peak=True))
+        values = self.model.largest_quantised * (self.compute_dtype or torch.float32).itemsize
+        ledger.add(Entry("activations", "device", DEQUANTISED, values, self._allocated(values), peak=True))
         return ledger
 
     def _activation_bytes(self) -> tuple[int, int]:
