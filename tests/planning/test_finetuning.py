@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.integrations.huggingface.adapters import adapted
 from tests.integrations.huggingface.test_pretrained import saved
@@ -22,7 +22,7 @@ from tests.integrations.huggingface.training import build
 from tests.launcher import Launcher
 from tests.planning.models import gpt
 from tests.planning.test_command import as_json, run
-from tests.quantized.layers import KINDS, Net, quantised
+from tests.quantized.layers import KINDS, SETTINGS, Net, quantised
 from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.cli.plan_model import Finetuning
 from zero_strategy.config import UnitsConfig, load_config
@@ -180,10 +180,32 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert status == 0 and found["model"].endswith("config.json, nf4, LoRA of rank 4")
     model = finetuned(meta_model(path), quantize="nf4", lora=4)
     plan = load_config(stage=3).plan(model, world_size=2, device="cpu", snapshots=False)
+    assert found["parameters"] - found["trainable"] == sum(p.numel() for p in build("llama").parameters())
     assert found["ledger"] == json.loads(json.dumps(plan.ledger().to_json()))
     assert found["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     status, out, _ = run(capsys, path, "--quantize", "int8", "--lora", "4", *run_of)
     assert status == 0 and "int8, LoRA of rank 4" in out and "of them frozen" in out and "come on top" in out
+
+
+@pytest.mark.parametrize("how", list(SETTING))
+def test_a_folder_that_is_quantised_already(capsys: pytest.CaptureFixture[str], tmp_path: Path, how: str) -> None:
+    path = saved(tmp_path, "llama")
+    options = BitsAndBytesConfig(**SETTINGS[how])
+    stored = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=options)
+    stored.save_pretrained(tmp_path / "stored")
+    _, found = as_json(capsys, str(tmp_path / "stored"), "--lora", "4", "--device", "cpu")
+    _, expected = as_json(capsys, path, "--quantize", SETTING[how], "--lora", "4", "--device", "cpu")
+    assert found["ledger"] == expected["ledger"] and f", {SETTING[how]}, LoRA" in found["model"]
+
+
+def test_snapshots_leave_frozen_weights_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, file = saved(tmp_path, "llama"), tmp_path / "zero.yaml"
+    file.write_text("checkpoint:\n  frozen: include\n")
+    sizes = []
+    for options in ((), ("--config", str(file))):
+        _, found = as_json(capsys, path, "--quantize", "nf4", "--lora", "4", "--device", "cpu", *options)
+        sizes.append(next(row["asked"] for row in found["ledger"]["sums"] if row["category"] == "snapshot"))
+    assert sizes[0] == 12 * found["trainable"] < sizes[1]
 
 
 def test_the_command_on_numbers_and_factories(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +281,14 @@ def test_ranks_divide_adapters_with_their_layers(options: Any) -> None:
     shape = ModelShape.of(real, UnitsConfig(**UNITS))
     assert foreseen.divided == shape.divided and foreseen.divided
     assert foreseen.of_tensor_rank(2).units == shape.of_tensor_rank(2).units
+
+
+def test_layers_that_ranks_cannot_divide_have_a_plan_without() -> None:
+    real = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    plan = load_config(stage=3).plan(real, world_size=2, device="cpu")
+    assert plan.model.trainable == sum(p.numel() for p in real.parameters() if p.requires_grad)
+    with pytest.raises(ValueError, match=r"only torch's Linear and Embedding, and plain LoRA of a Linear, are divided"):
+        plan.model.of_tensor_rank(2)
 
 
 def test_ranks_divide_adapters_of_a_gpt() -> None:

@@ -19,7 +19,7 @@ from zero_strategy.cli.plan_fit import (
     longest_table,
 )
 from zero_strategy.cli.plan_model import VOCABULARY, Finetuning, family_shape, model_shape, shape_of_numbers
-from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config import DEFAULT, ZeroConfig, load_config
 from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import config_of, read_layer
@@ -292,6 +292,9 @@ def _plan(options: argparse.Namespace) -> Any:
     per_host = options.ranks_per_host
     if per_host is None:
         per_host = min(options.world, present or _RANKS_PER_HOST)
+    checkpoints = settings.config.checkpoint
+    if options.lora is not None and dict(checkpoints.settings())["checkpoint.frozen"].origin == DEFAULT:
+        checkpoints.record("frozen", "reference", "--lora: as ZeroTrainer's checkpoints of adapters")
     device = options.device or ("cuda" if options.gpu_mem is not None or torch.cuda.is_available() else "cpu")
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
     return plan_model(

@@ -141,7 +141,19 @@ def _hugging_face(path: Path, units: UnitsConfig, finetuning: Finetuning) -> Mod
     named = next((found for found in architectures if found is not None), None)
     build = named._from_config if named is not None else transformers.AutoModelForCausalLM.from_config
     made = _without_memory(lambda: build(config), str(file))
+    if finetuning.quantize is None:
+        finetuning = finetuning._replace(quantize=_stored_quantisation(values.get("quantization_config")))
     return finetuning.shape(made, units, f"{type(made).__name__} of {file}")
+
+
+def _stored_quantisation(settings: Any) -> str | None:
+    """The name of bitsandbytes' quantisation that a folder's files have; None for no such one."""
+    if not isinstance(settings, dict) or settings.get("quant_method") != "bitsandbytes":
+        return None
+    if settings.get("load_in_8bit"):
+        return "int8"
+    name = settings.get("bnb_4bit_quant_type", "fp4")
+    return str(name) if settings.get("bnb_4bit_use_double_quant") else f"{name}-single"
 
 
 def shape_of_numbers(

@@ -331,10 +331,15 @@ class MemoryPlan:
                 _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
         return sum(weights.values()) + sum(gradients.values())
 
+    def _saved(self, units: Units) -> Iterator[BucketFacts]:
+        """Buckets of which checkpoints hold values."""
+        referenced = self.resolved.config.checkpoint.frozen == "reference"
+        return (bucket for unit in units for bucket in unit if bucket.trainable or not referenced)
+
     def _snapshot(self, units: Units, rank: int) -> Entry:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
         asked = pieces = 0
-        for bucket in (bucket for unit in units for bucket in unit):
+        for bucket in self._saved(units):
             found = bucket.layout.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
@@ -357,7 +362,7 @@ class MemoryPlan:
         """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""
         sizes: list[int] = []
         placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
-        for bucket in (bucket for unit in units for bucket in unit):
+        for bucket in self._saved(units):
             bounds = bucket.layout.slice_bounds(shard_rank)
             pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
             moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize

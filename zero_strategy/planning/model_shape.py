@@ -53,6 +53,11 @@ class ParameterShape:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def meant(self) -> int:
+        """Number of elements of the weight, if it is quantised, before; of its scales none."""
+        return self.unpacked if self.keeps_dtype else self.numel
+
 
 class BufferShape(NamedTuple):
     """A buffer of a module."""
@@ -182,6 +187,7 @@ class ModelShape:
         divided: {first name of a parameter: the dimension that ranks of `mesh.tensor` divide}; empty where no plan of
             tensor parallelism is known.
         ways: Ranks that divide layers already: shapes are of the largest part.
+        undivided: Why ranks cannot divide its layers, where it has a plan of that; "": they can.
     """
 
     units: tuple[UnitShape, ...]
@@ -190,11 +196,12 @@ class ModelShape:
     costs: TokenCosts | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     ways: int = 1
+    undivided: str = ""
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters; tied ones count once."""
-        return sum(shape.numel for unit in self.units for _, shape in unit.parameters)
+        """Elements of all parameters; tied ones count once, a quantised weight as before, its scales not."""
+        return sum(shape.meant for unit in self.units for _, shape in unit.parameters)
 
     @property
     def trainable(self) -> int:
@@ -229,13 +236,9 @@ class ModelShape:
             UnitShape(spec.name, tuple((name, shape_of(p, tied=name in ties)) for name, p in spec.parameters))
             for spec in found
         )
-        return cls(
-            made,
-            _buffers_of(module),
-            title,
-            divided=_divided_by_plan(module),
-            ways=len(tensor_ranks(module) or [0]),
-        )
+        divided, undivided = _divided_by_plan(module)
+        ways = len(tensor_ranks(module) or [0])
+        return cls(made, _buffers_of(module), title, divided=divided, ways=ways, undivided=undivided)
 
     def of_tensor_rank(self, ways: int) -> ModelShape:
         """The shapes of the largest part that one of the ranks has which divide layers.
@@ -255,6 +258,8 @@ class ModelShape:
                 f"mesh.tensor is {ways}, and {self.title} has quantised weights, whose packed values have no rows or "
                 "columns to divide: leave mesh.tensor at 1; stage 3 divides them among all ranks"
             )
+        if self.undivided:
+            raise ValueError(self.undivided)
         if not self.divided:
             raise ValueError(
                 f"mesh.tensor is {ways}, and {self.title} has no plan of which layers are divided (a Hugging Face "
@@ -275,16 +280,19 @@ class ModelShape:
         return replace(shape, shape=tuple(sizes))
 
 
-def _divided_by_plan(module: nn.Module) -> dict[str, int]:
-    """Dimensions by the names that tied parameters have first."""
+def _divided_by_plan(module: nn.Module) -> tuple[dict[str, int], str]:
+    """Dimensions by the names that tied parameters have first; and why there are none, where a layer forbids it."""
     first, found = aliases(module), dict[str, int]()
     for prefix, model in models_with_plans(module):
         if tensor_ranks(model) is not None:
             continue
-        dims = divided_dimensions(model, styles_of(model, own_plan(model), type(model).__name__))
+        try:
+            dims = divided_dimensions(model, styles_of(model, own_plan(model), type(model).__name__))
+        except ValueError as error:  # of no concern to a plan in which nobody divides layers
+            return {}, str(error)
         named = {f"{prefix}.{name}" if prefix else name: dim for name, dim in dims.items()}
         found.update({first.get(name, name): dim for name, dim in named.items()})
-    return found
+    return found, ""
 
 
 def shape_of(parameter: nn.Parameter, *, tied: bool = False) -> ParameterShape:
