@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.huggingface.adapters import adapted
 from tests.integrations.huggingface.test_pretrained import saved
 from tests.integrations.huggingface.training import build
@@ -27,6 +28,7 @@ from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.cli.plan_model import Finetuning
 from zero_strategy.config import UnitsConfig, load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.engine_of import engine_of
 from zero_strategy.planning.finetuning import finetuned
 from zero_strategy.planning.ledger import DEQUANTISED, Entry
 from zero_strategy.planning.model_shape import ModelShape
@@ -63,6 +65,25 @@ def test_parameters_are_those_of_transformers_and_peft(tmp_path: Path, kind: str
     attach_scales(real)
     assert facts(planned) == facts(real)
     assert shape.units == ModelShape.of(real).units
+
+
+def shapes_in_slices(path: str, how: str) -> list[bool]:
+    """True if a plan of a model without values, loaded in slices, is one of its config, with the engine's names."""
+    transformers.logging.set_verbosity_error()
+    foreseen = ModelShape.of(finetuned(meta_model(path), quantize=SETTING[how], lora=4))
+    with fresh_state():
+        model = quantised("llama", path, how, ours=True)
+        found = [ModelShape.of(model).units == foreseen.units]
+        make(3).prepare(model)
+        engine = engine_of(model)
+        assert engine is not None
+        names = {name for bucket in engine.model.buckets for name in bucket.names}
+        return [*found, {name for unit in foreseen.units for name, _ in unit.parameters} == names]
+
+
+@pytest.mark.parametrize("how", ["nf4-double", "int8"])
+def test_models_that_are_loaded_in_slices(ranks: Launcher, tmp_path: Path, how: str) -> None:
+    assert ranks(2)(shapes_in_slices, saved(tmp_path, "llama"), how) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "t5"])
@@ -125,7 +146,9 @@ def compared(path: str, how: str, dtype: torch.dtype | None) -> list[list[list[E
 
 @pytest.mark.parametrize("how", ["nf4-double", "nf4", "int8"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, tmp_path: Path, how: str, dtype: torch.dtype | None) -> None:
+def test_plan_of_quantised_weights_is_the_ledger_to_the_byte(
+    ranks: Launcher, tmp_path: Path, how: str, dtype: torch.dtype | None
+) -> None:
     for results in ranks(2, timeout=120)(compared, saved(tmp_path, "llama"), how, dtype):
         for stage, (held, foreseen, of_real) in enumerate(results, 1):
             assert sum(entry.taken for entry in held) > 0
@@ -173,7 +196,7 @@ def test_plain_numbers_are_a_module_of_their_shape(options: Any) -> None:
     assert all("head" not in name for unit in real.units for name, _ in unit.parameters)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_on_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = saved(tmp_path, "llama")
     run_of = ("--world", "2", "--stage", "3", "--device", "cpu", "--no-snapshots", "--host-mem", "1GB")
     status, found = as_json(capsys, path, "--quantize", "nf4", "--lora", "4", *run_of)
