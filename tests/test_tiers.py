@@ -48,7 +48,7 @@ FEATURES = {
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "compat/megatron/test_straggler.py",
         "cli/test_doctor.py",
     ],
-    "guides/memory.md": ["planning/test_command.py", "planning/test_plan.py"],
+    "guides/memory.md": ["planning/test_command.py", "planning/test_plan.py", "planning/test_finetuning.py"],
     "guides/migrating.md": ["compat/deepspeed/test_names.py"],
     "guides/multi_node.md": ["cluster/test_manifests.py", "fsdp/test_changed_values.py"],
     "guides/nans.md": ["diagnostics/test_nonfinite.py", "compat/megatron/test_replica_check.py"],

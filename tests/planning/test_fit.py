@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_strategy.cli.plan import family_shape
 from zero_strategy.cli.plan_fit import (
     Budget,
     changes_that_fit,
@@ -22,6 +21,7 @@ from zero_strategy.cli.plan_fit import (
     suggestions,
     with_resident,
 )
+from zero_strategy.cli.plan_model import family_shape
 from zero_strategy.config import load_config
 from zero_strategy.offload.chunk_store import PAGE_BYTES
 from zero_strategy.planning.buckets import Offload

@@ -277,9 +277,12 @@ def test_snapshot_of_a_save_in_the_background(ranks: Launcher, tmp_path: Path) -
     cases = [Case(0, None), Case(3, torch.bfloat16)]
     cases += [Case(3, torch.bfloat16, options={"offload": common | tiers}) for tiers in in_files]
     cases += [Case(stage, torch.bfloat16, options={"offload": common | {"optimizer": "nvme"}}) for stage in (0, 2)]
+    reference = {"checkpoint": {"frozen": "reference"}}
+    cases += [Case(stage, torch.bfloat16, options=reference) for stage in (1, 3)]
+    cases += [Case(3, torch.bfloat16, options={"offload": common | in_files[0], **reference})]
     for results in ranks(2)(saved, cases, str(tmp_path / "saved")):
         for case, (held, foreseen) in zip(cases, results, strict=True):
-            in_memory = not case.options
+            in_memory = "offload" not in case.options
             assert [(each.tier, each.taken) for each in held] == [(each.tier, each.taken) for each in foreseen], case
             assert in_memory or held == foreseen, str(case)
             assert [each.tier for each in held] == ["host" if in_memory else "nvme"] and held[0].taken > 0

@@ -1,23 +1,16 @@
-"""`zero-strategy plan`: the settings and the model of a plan, and the command."""
+"""`zero-strategy plan`: the settings of a plan, and the command."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import traceback
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from zero_strategy.cli.plan_fit import (
     Budget,
-    gpt_shape,
     largest_json,
     largest_models,
     largest_table,
@@ -25,18 +18,15 @@ from zero_strategy.cli.plan_fit import (
     longest_sequences,
     longest_table,
 )
-from zero_strategy.cli.verify import sentence
-from zero_strategy.config import UnitsConfig, ZeroConfig, load_config
+from zero_strategy.cli.plan_model import VOCABULARY, Finetuning, family_shape, model_shape, shape_of_numbers
+from zero_strategy.config import DEFAULT, ZeroConfig, load_config
 from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import config_of, read_layer
-from zero_strategy.fsdp.model import parameters_on_meta
 from zero_strategy.planning.buckets import Offload
-from zero_strategy.planning.model_shape import ModelShape
+from zero_strategy.quantized.foreseen import QUANTISATIONS
 from zero_strategy.runtime import bounded_json
-from zero_strategy.runtime.regular_files import read_text
 from zero_strategy.runtime.terminal import complain, parse_size
-from zero_strategy.verify.subject import load_factory, named
 
 _DTYPE_OF_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -114,165 +104,6 @@ def _config(path: str | None) -> tuple[ZeroConfig, DeepSpeedSettings | None]:
         return load_config(path), None
 
 
-HIDDEN_PER_LAYER = 128
-"""Of the family of shapes: hidden / layers, that of GPT-3 and of 7B-parameter Llamas."""
-VOCABULARY = 50304
-"""GPT-2's, rounded up to a multiple of 128."""
-
-
-def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig) -> ModelShape:
-    """The shape of a model that is named on the command line.
-
-    Args:
-        name: `path.py:factory` or `package.module:factory`, whose result is a module or what `zero-strategy verify`
-            takes; or the path of a Hugging Face config.json or of its directory.
-        arguments: Keywords for the factory.
-        units: How units are found.
-
-    Raises:
-        ValueError: If there is no such model, or it cannot be built without memory; says what was tried.
-    """
-    if os.path.exists(name):
-        if name.endswith(".py"):
-            raise ValueError(f"model {name!r} is a Python file; give {name}:function, whose result is the model")
-        return _hugging_face(Path(name), units)
-    if ":" in name:
-        return ModelShape.of(_build(name, arguments), units, name)
-    raise ValueError(
-        f"model {name!r} is neither a file or directory nor 'module:factory'; write train.py:build, "
-        "my_package.models:build, the path of a Hugging Face config.json, or numbers: --params 7e9 --layers 32 "
-        "--hidden 4096"
-    )
-
-
-def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
-    factory: Any = load_factory(name, "model")
-    if isinstance(factory, nn.Module):
-        return factory
-    made = _without_memory(lambda: model_of(factory(**arguments)), name)
-    if isinstance(made, (tuple, list)) and len(made) == 4 and isinstance(made[0], (tuple, list)):
-        raise ValueError(
-            f"model {name!r} returned the layers of a pipeline; a plan is of a whole model: give a factory that "
-            "returns it"
-        )
-    if not isinstance(made, nn.Module):
-        raise ValueError(
-            f"model {name!r} returned {named(made)}, not a torch module, nor what zero-strategy verify takes, such as "
-            "(model, optimizer, batches, loss)"
-        )
-    return made
-
-
-def model_of(made: Any) -> Any:
-    """The model of what a factory returned: itself, or of what `verify` takes."""
-    if isinstance(made, Mapping):
-        made = made.get("model", made)
-    elif isinstance(made, (tuple, list)) and len(made) in (2, 4) and isinstance(made[0], nn.Module):
-        made = made[0]
-    if hasattr(made, "training_step") and hasattr(made, "configure_model"):
-        made.configure_model()  # where some build their layers
-    return made
-
-
-def _without_memory(build: Any, name: str) -> Any:
-    """Build on the meta device; where code looks at values while it builds, let parameters alone be without memory."""
-    try:
-        with torch.device("meta"):
-            return build()
-    except Exception as first:
-        try:
-            with parameters_on_meta():
-                return build()
-        except Exception as error:
-            also = "" if _told(first) == _told(error) else f"; on the meta device: {_told(first)}"
-            if isinstance(error, TypeError) and "argument" in str(error):
-                also += "; give arguments with --args '{...}'"
-            raise ValueError(f"model {name!r} cannot be built: {_told(error)}{also}") from error
-
-
-def _told(error: Exception) -> str:
-    return sentence("".join(traceback.format_exception(error)))
-
-
-def _hugging_face(path: Path, units: UnitsConfig) -> ModelShape:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = bounded_json.parse(read_text(file), str(file))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as a Hugging Face config: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise ValueError(f"{file} has no 'model_type', so it is no Hugging Face config")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"{file} needs transformers: pip install transformers accelerate") from error
-    options = {key: value for key, value in values.items() if key != "model_type"}
-    try:
-        config = transformers.AutoConfig.for_model(values["model_type"], **options)
-    except ValueError as error:
-        raise ValueError(f"{file}: transformers {transformers.__version__} does not know it: {error}") from error
-    architectures = [getattr(transformers, name, None) for name in values.get("architectures") or ()]
-    named = next((found for found in architectures if found is not None), None)
-    build = named._from_config if named is not None else transformers.AutoModelForCausalLM.from_config
-    made = _without_memory(lambda: build(config), str(file))
-    return ModelShape.of(made, units, f"{type(made).__name__} of {file}")
-
-
-def shape_of_numbers(
-    parameters: float | None, layers: int | None, hidden: int | None, vocabulary: int | None
-) -> ModelShape:
-    """A GPT of the given numbers.
-
-    With `parameters`, `layers` and `hidden`, what the layers (12 h^2 + 13 h each) leave is the vocabulary; with the
-    vocabulary too, the width of the MLPs makes up the number. `parameters` alone: hidden is 128 x layers.
-
-    Raises:
-        ValueError: If they do not fit together; names them.
-    """
-    if parameters is None:
-        if layers is None or hidden is None:
-            raise ValueError("plain numbers: give --params, or --layers and --hidden")
-        return gpt_shape(hidden, layers, VOCABULARY if vocabulary is None else vocabulary)
-    if parameters < 1:
-        raise ValueError(f"--params is {parameters:g}; a model has 1 or more")
-    if layers is None and hidden is None:
-        return family_shape_near(parameters, VOCABULARY if vocabulary is None else vocabulary)
-    if layers is None or hidden is None:
-        raise ValueError("plain numbers: give both of --layers and --hidden, or neither")
-    total, fixed = round(parameters), 2 * hidden
-    if vocabulary is None:
-        each = 12 * hidden**2 + 13 * hidden
-        rows = (total - fixed - layers * each) // hidden
-        if rows < 1:
-            raise ValueError(
-                f"{layers} layers of hidden {hidden} have {layers * each:.3g} parameters, more than --params "
-                f"{parameters:g}; give --vocabulary too, and the MLPs' width makes up the number"
-            )
-        return gpt_shape(hidden, layers, rows)
-    inner = (total - fixed - vocabulary * hidden - layers * (4 * hidden**2 + 9 * hidden)) // (layers * (2 * hidden + 1))
-    if inner < 1:
-        raise ValueError(
-            f"--params {parameters:g} leaves nothing for the MLPs of {layers} layers of hidden {hidden} beside "
-            f"attention and a vocabulary of {vocabulary}; check the numbers"
-        )
-    return gpt_shape(hidden, layers, vocabulary, intermediate=inner)
-
-
-def family_shape(step: int, vocabulary: int, hidden_per_layer: int = HIDDEN_PER_LAYER, width: int = 64) -> ModelShape:
-    """Member `step` (1, 2, ...) of a family of GPTs: hidden = step x width, layers = hidden / hidden_per_layer."""
-    hidden = step * width
-    return gpt_shape(hidden, max(1, round(hidden / hidden_per_layer)), vocabulary)
-
-
-def family_shape_near(parameters: float, vocabulary: int) -> ModelShape:
-    """The member with least distance to a number of parameters."""
-    step = 1
-    while (shape := family_shape(step, vocabulary)).parameters < parameters:
-        step += 1
-    before = family_shape(max(1, step - 1), vocabulary)
-    return min(before, shape, key=lambda found: abs(found.parameters - parameters))
-
-
 _DESCRIPTION = """\
 Computes what every rank of a run will hold, before anything is allocated: by tier (device, host, nvme) and category,
 padding included. Held against what this machine has, or the sizes you give, it says whether that fits, and if not the
@@ -293,6 +124,7 @@ examples:
   zero-strategy plan my_package.models:build --world 8 --dtype bf16
   zero-strategy plan my_package.models:GPT --args '{"depth": 24}' --config zero.yaml --world 4
   zero-strategy plan path/to/hugging_face/config.json --world 8 --dtype bf16 --gpu-mem 80GB --host-mem 1TB
+  zero-strategy plan path/to/hugging_face/config.json --quantize nf4 --lora 16 --gpu-mem 24GB --host-mem 64GB
   zero-strategy plan --params 7e9 --layers 32 --hidden 4096 --world 2 --dtype bf16 --gpu-mem 24GB --host-mem 128GB
   zero-strategy plan --params 7e9 --dtype bf16 --gpu-mem 24GB --offload-optimizer cpu --png plan.png
   zero-strategy plan --largest --dtype bf16 --gpu-mem 24GB --host-mem 64GB --disk 1TB
@@ -330,6 +162,18 @@ def add_plan_command(commands: Any) -> None:
     model.add_argument("--layers", type=int, help="its blocks")
     model.add_argument("--hidden", type=int, help="its width")
     model.add_argument("--vocabulary", type=int, help="rows of its embedding; default: what --params leaves, or 50304")
+    model.add_argument(
+        "--quantize",
+        choices=tuple(QUANTISATIONS),
+        help="weights of linear layers as transformers quantises them by bitsandbytes, frozen; nf4 and fp4 with "
+        "quantised scales, -single without",
+    )
+    model.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="a float32 adapter on every linear layer but the output embedding (PEFT's all-linear); all else is frozen",
+    )
     _add_run(parser.add_argument_group("the run"))
     _add_offload(parser.add_argument_group("offload"))
     there = parser.add_argument_group("the memory there is (default: this machine's, now)")
@@ -448,6 +292,9 @@ def _plan(options: argparse.Namespace) -> Any:
     per_host = options.ranks_per_host
     if per_host is None:
         per_host = min(options.world, present or _RANKS_PER_HOST)
+    checkpoints = settings.config.checkpoint
+    if options.lora is not None and dict(checkpoints.settings())["checkpoint.frozen"].origin == DEFAULT:
+        checkpoints.record("frozen", "reference", "--lora: as ZeroTrainer's checkpoints of adapters")
     device = options.device or ("cuda" if options.gpu_mem is not None or torch.cuda.is_available() else "cpu")
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
     return plan_model(
@@ -478,16 +325,17 @@ def _tokens(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace, config: Any) -> Any:
 
     numbers = (options.params, options.layers, options.hidden, options.vocabulary)
+    finetuning = Finetuning(options.quantize, options.lora)
     if options.largest:
         if options.model is not None:
             raise ValueError("--largest looks for a model, or the sequences of one of --params: leave out the model")
         if any(number is not None for number in numbers[:3]):
-            return shape_of_numbers(*numbers)
+            return finetuning.gpt(shape_of_numbers(*numbers))
         if options.hidden_per_layer < 1:
             raise ValueError(f"--hidden-per-layer is {options.hidden_per_layer}; accepted: 1 or more")
-        return family_shape(1, options.vocabulary or VOCABULARY, options.hidden_per_layer)
+        return finetuning.gpt(family_shape(1, options.vocabulary or VOCABULARY, options.hidden_per_layer))
     if options.model is None:
-        return shape_of_numbers(*numbers)
+        return finetuning.gpt(shape_of_numbers(*numbers))
     if any(number is not None for number in numbers):
         raise ValueError("--params, --layers, --hidden and --vocabulary stand for a model; one is given already")
     try:
@@ -498,7 +346,7 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
         raise ValueError(f"--args {options.args!r}: give a JSON object, such as '{{\"depth\": 12}}'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constructors, about values that a meta tensor cannot have
-        return model_shape(options.model, arguments, config.units)
+        return model_shape(options.model, arguments, config.units, finetuning)
 
 
 def _longest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
@@ -519,7 +367,12 @@ def _largest(plan: Any, budget: Any, options: argparse.Namespace) -> int:
     if any(number is not None for number in (options.params, options.layers, options.hidden)):
         return _longest(plan, budget, options)
     vocabulary = options.vocabulary or VOCABULARY
-    models = list(largest_models(plan, budget, lambda step: family_shape(step, vocabulary, options.hidden_per_layer)))
+    finetuning = Finetuning(options.quantize, options.lora)
+    models = list(
+        largest_models(
+            plan, budget, lambda step: finetuning.gpt(family_shape(step, vocabulary, options.hidden_per_layer))
+        )
+    )
     if options.json:
         print(json.dumps(largest_json(models), indent=1))
     else:

@@ -395,6 +395,8 @@ def gpt_shape(
     return ModelShape(tuple(units), {}, title, costs, divided)
 
 
+GPT_LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+"""Linear layers of a block."""
 _DIVIDED = {
     "attention.qkv.weight": 0,
     "attention.qkv.bias": 0,

@@ -9,7 +9,7 @@ from typing import Any
 from zero_strategy.cli.figures import figure, style, theme
 from zero_strategy.cli.plan_fit import Budget, Change, changes_that_fit, gather_advice, needs, notes, suggestions
 from zero_strategy.planning.held import Machine
-from zero_strategy.planning.ledger import CATEGORIES, TIERS, Key, Ledger, Tier
+from zero_strategy.planning.ledger import CATEGORIES, DEQUANTISED, TIERS, Key, Ledger, Tier
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.runtime.terminal import size, table
 
@@ -103,7 +103,8 @@ def _verdict(found: dict[str, Any]) -> str:
         state = "?" if need["there"] is None else "fits" if need["fits"] else "too large"
         rows.append((need["what"], size(need["needed"]), there, state))
     lines = [table(rows, ("memory", "needed", "there", ""), right=(1, 2))]
-    reserved = any(row["category"] == "activations" for row in found["ledger"]["sums"])
+    owners = {row["owner"]["unit"] for row in found["ledger"]["entries"] if row["category"] == "activations"}
+    reserved = bool(owners - {DEQUANTISED.unit})
     free = f"{found['margin']:.0%} of what there is stays free"
     lines.append(free if reserved else f"{free}; activations come on top (see --activations, --micro-batch)")
     return "\n".join(lines)

@@ -323,6 +323,7 @@ def group_parameters(
     *,
     everything: bool = False,
     apart: Callable[[str, P], bool] = lambda name, parameter: False,
+    kept: Callable[[P], bool] = keeps_dtype,
 ) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, P]]]]:
     """Divide the parameters of one unit into buckets.
 
@@ -332,6 +333,7 @@ def group_parameters(
         device: Where those on the meta device become real.
         everything: All are moved there.
         apart: Says which share no bucket with the others.
+        kept: Says which keep their dtype.
 
     Returns:
         By bucket, in the order of first parameters: the dtype that its parameters take, whether it is one of those
@@ -340,7 +342,7 @@ def group_parameters(
     keys: dict[tuple[torch.dtype, bool, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
     for name, parameter in parameters:
         target = parameter.dtype
-        if compute_dtype is not None and parameter.dtype.is_floating_point and not keeps_dtype(parameter):
+        if compute_dtype is not None and parameter.dtype.is_floating_point and not kept(parameter):
             target = compute_dtype
         moves = device is not None and (everything or parameter.device.type == "meta")
         place = device if device is not None and moves else parameter.device

@@ -196,7 +196,9 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     return [
         [
             _facts(unit.name, number, dtype, apart and packed, tuple(named), resolved, replicas)
-            for dtype, apart, named in group_parameters(unit.parameters, compute_dtype, apart=kept_in(unit.name))
+            for dtype, apart, named in group_parameters(
+                unit.parameters, compute_dtype, apart=kept_in(unit.name), kept=lambda shape: shape.keeps_dtype
+            )
         ]
         for number, unit in enumerate(model.units)
     ]

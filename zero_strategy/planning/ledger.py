@@ -65,6 +65,10 @@ COMMUNICATORS = Owner("communicators")
 """Memory of a GPU that NCCL takes for an engine's groups, beside torch's allocator."""
 
 
+DEQUANTISED = Owner("a dequantised weight")
+"""Values that a layer with a quantised weight computes with, for as long as it does."""
+
+
 class Bytes(NamedTuple):
     """A sum over entries."""
 

@@ -36,7 +36,7 @@ from zero_strategy.planning.buckets import (
     staying,
     stop_of,
 )
-from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.planning.ledger import COMMUNICATORS, DEQUANTISED, Category, Entry, Ledger, Owner, Tier, allocated
 from zero_strategy.planning.model_shape import (
     BufferShape,
     ModelShape,
@@ -180,6 +180,8 @@ class MemoryPlan:
         ledger.add(Entry("activations", "host", Owner("units"), host, host))  # blocks stay for the next step
         casts = self._cast_bytes(units)
         ledger.add(Entry("activations", "device", Owner("casts of autocast"), casts, casts, peak=True))
+        values = self.model.largest_quantised * (self.compute_dtype or torch.float32).itemsize
+        ledger.add(Entry("activations", "device", DEQUANTISED, values, self._allocated(values), peak=True))
         return ledger
 
     def _activation_bytes(self) -> tuple[int, int]:
@@ -329,10 +331,15 @@ class MemoryPlan:
                 _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
         return sum(weights.values()) + sum(gradients.values())
 
+    def _saved(self, units: Units) -> Iterator[BucketFacts]:
+        """Buckets of which checkpoints hold values."""
+        referenced = self.resolved.config.checkpoint.frozen == "reference"
+        return (bucket for unit in units for bucket in unit if bucket.trainable or not referenced)
+
     def _snapshot(self, units: Units, rank: int) -> Entry:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
         asked = pieces = 0
-        for bucket in (bucket for unit in units for bucket in unit):
+        for bucket in self._saved(units):
             found = bucket.layout.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
@@ -355,7 +362,7 @@ class MemoryPlan:
         """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""
         sizes: list[int] = []
         placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
-        for bucket in (bucket for unit in units for bucket in unit):
+        for bucket in self._saved(units):
             bounds = bucket.layout.slice_bounds(shard_rank)
             pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
             moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize

@@ -18,6 +18,8 @@ from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, 
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks
 from zero_strategy.fsdp.layout import aliases, find_units
 from zero_strategy.fsdp.tensor_plan import divided_dimensions, models_with_plans, own_plan, styles_of
+from zero_strategy.quantized.foreseen import unpacked_numel, with_scales
+from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.torch_private import non_persistent_buffers
 from zero_strategy.sequence.tiling import loss_tile
 
@@ -34,6 +36,8 @@ class ParameterShape:
         requires_grad: Whether it is trained.
         device: Where it is; parameters of different devices share no bucket.
         tied: It has several names, so that autograd adds up several gradients of it.
+        keeps_dtype: A computation in another dtype leaves it as it is: a quantised weight or a scale of one.
+        unpacked: Elements of the weight that quantised values stand for; 0: they are its elements.
     """
 
     shape: tuple[int, ...]
@@ -41,11 +45,18 @@ class ParameterShape:
     requires_grad: bool = True
     device: torch.device = _ANYWHERE
     tied: bool = False
+    keeps_dtype: bool = False
+    unpacked: int = 0
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def meant(self) -> int:
+        """Number of elements of the weight, if it is quantised, before; of its scales none."""
+        return self.unpacked if self.keeps_dtype else self.numel
 
 
 class BufferShape(NamedTuple):
@@ -176,6 +187,7 @@ class ModelShape:
         divided: {first name of a parameter: the dimension that ranks of `mesh.tensor` divide}; empty where no plan of
             tensor parallelism is known.
         ways: Ranks that divide layers already: shapes are of the largest part.
+        undivided: Why ranks cannot divide its layers, where it has a plan of that; "": they can.
     """
 
     units: tuple[UnitShape, ...]
@@ -184,16 +196,22 @@ class ModelShape:
     costs: TokenCosts | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     ways: int = 1
+    undivided: str = ""
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters; tied ones count once."""
-        return sum(shape.numel for unit in self.units for _, shape in unit.parameters)
+        """Elements of all parameters; tied ones count once, a quantised weight as before, its scales not."""
+        return sum(shape.meant for unit in self.units for _, shape in unit.parameters)
 
     @property
     def trainable(self) -> int:
         """Elements of the parameters that are trained."""
         return sum(shape.numel for unit in self.units for _, shape in unit.parameters if shape.requires_grad)
+
+    @property
+    def largest_quantised(self) -> int:
+        """Elements of the largest quantised weight; 0 if there is none."""
+        return max((shape.unpacked for unit in self.units for _, shape in unit.parameters), default=0)
 
     @classmethod
     def of(cls, module: nn.Module, units: UnitsConfig | None = None, title: str | None = None) -> ModelShape:
@@ -204,23 +222,23 @@ class ModelShape:
         Raises:
             ValueError: If a class or pattern of `units` matches no module, or a parameter has no shape yet; names it.
         """
+        with with_scales(module):
+            return cls._of(module, units or UnitsConfig(), title or type(module).__name__)
+
+    @classmethod
+    def _of(cls, module: nn.Module, chosen: UnitsConfig, title: str) -> ModelShape:
         for name, parameter in module.named_parameters():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {name!r} is lazy and has no shape yet: give its module its sizes")
-        chosen = units or UnitsConfig()
         found = find_units(module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel)
         ties = set(aliases(module).values())
         made = tuple(
-            UnitShape(spec.name, tuple((name, _shape_of(p, name in ties)) for name, p in spec.parameters))
+            UnitShape(spec.name, tuple((name, shape_of(p, tied=name in ties)) for name, p in spec.parameters))
             for spec in found
         )
-        return cls(
-            made,
-            _buffers_of(module),
-            title or type(module).__name__,
-            divided=_divided_by_plan(module),
-            ways=len(tensor_ranks(module) or [0]),
-        )
+        divided, undivided = _divided_by_plan(module)
+        ways = len(tensor_ranks(module) or [0])
+        return cls(made, _buffers_of(module), title, divided=divided, ways=ways, undivided=undivided)
 
     def of_tensor_rank(self, ways: int) -> ModelShape:
         """The shapes of the largest part that one of the ranks has which divide layers.
@@ -235,6 +253,13 @@ class ModelShape:
             return self
         if self.ways > 1:
             raise ValueError(f"mesh.tensor is {ways}, but {self.title}'s layers are divided among {self.ways} ranks")
+        if self.largest_quantised:
+            raise ValueError(
+                f"mesh.tensor is {ways}, and {self.title} has quantised weights, whose packed values have no rows or "
+                "columns to divide: leave mesh.tensor at 1; stage 3 divides them among all ranks"
+            )
+        if self.undivided:
+            raise ValueError(self.undivided)
         if not self.divided:
             raise ValueError(
                 f"mesh.tensor is {ways}, and {self.title} has no plan of which layers are divided (a Hugging Face "
@@ -255,21 +280,33 @@ class ModelShape:
         return replace(shape, shape=tuple(sizes))
 
 
-def _divided_by_plan(module: nn.Module) -> dict[str, int]:
-    """Dimensions by the names that tied parameters have first."""
+def _divided_by_plan(module: nn.Module) -> tuple[dict[str, int], str]:
+    """Dimensions by the names that tied parameters have first; and why there are none, where a layer forbids it."""
     first, found = aliases(module), dict[str, int]()
     for prefix, model in models_with_plans(module):
         if tensor_ranks(model) is not None:
             continue
-        dims = divided_dimensions(model, styles_of(model, own_plan(model), type(model).__name__))
+        try:
+            dims = divided_dimensions(model, styles_of(model, own_plan(model), type(model).__name__))
+        except ValueError as error:  # of no concern to a plan in which nobody divides layers
+            return {}, str(error)
         named = {f"{prefix}.{name}" if prefix else name: dim for name, dim in dims.items()}
         found.update({first.get(name, name): dim for name, dim in named.items()})
-    return found
+    return found, ""
 
 
-def _shape_of(parameter: nn.Parameter, tied: bool) -> ParameterShape:
+def shape_of(parameter: nn.Parameter, *, tied: bool = False) -> ParameterShape:
+    """The shape of a parameter; of a `DTensor`, that of this rank's part."""
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
-    return ParameterShape(tuple(held_by(parameter).shape), parameter.dtype, parameter.requires_grad, device, tied)
+    return ParameterShape(
+        tuple(held_by(parameter).shape),
+        parameter.dtype,
+        parameter.requires_grad,
+        device,
+        tied,
+        keeps_dtype(parameter),
+        unpacked_numel(parameter),
+    )
 
 
 def _buffers_of(module: nn.Module) -> dict[str, BufferShape]:

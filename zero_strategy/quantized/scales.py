@@ -98,7 +98,7 @@ class Slot:
 
 def is_quantised(parameter: object) -> bool:
     """True for packed or rounded values of a quantised weight; a scale is none."""
-    return _library_class(parameter, "Params4bit") or _library_class(parameter, "Int8Params")
+    return library_class(parameter, "Params4bit") or library_class(parameter, "Int8Params")
 
 
 def keeps_dtype(parameter: object) -> bool:
@@ -113,7 +113,7 @@ def attach_scales(root: nn.Module) -> None:
         ValueError: If a layer is not quantised yet, or quantises its weight in every forward; names it.
     """
     # All of them before anything changes: a refusal leaves the module as it was.
-    found = [(module, list(_slots(name, module))) for name, module in root.named_modules()]
+    found = [(module, list(slots_of(name, module))) for name, module in root.named_modules()]
     tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
     for module, slots in found:
         for slot in slots:
@@ -129,13 +129,13 @@ def attach_scales(root: nn.Module) -> None:
 def detach_scales(root: nn.Module) -> None:
     """Undo `attach_scales`: the library has plain tensors again, with the values that the parameters have now."""
     for name, module in root.named_modules():
-        slots = [slot for slot in _slots(name, module) if isinstance(slot.value, Scale)]
+        slots = [slot for slot in slots_of(name, module) if isinstance(slot.value, Scale)]
         for slot in slots:
             values = slot.value.detach().as_subclass(Tensor)
             setattr(slot.holder, slot.attribute, values)
             del parameters_of(module)[slot.key]
         leave_entries(module)
-        if slots and _library_class(module, "Linear8bitLt"):
+        if slots and library_class(module, "Linear8bitLt"):
             _follow_no_weight(module)
         if slots and _FAST_EVALUATION in vars(module):
             setattr(module, _FAST_EVALUATION, True)
@@ -160,7 +160,7 @@ def lacking_offsets(root: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _slots(name: str, module: nn.Module) -> Iterator[Slot]:
+def slots_of(name: str, module: nn.Module) -> Iterator[Slot]:
     """The scales of a module itself, its weight's."""
     weight = parameters_of(module).get("weight")
     if weight is None or not is_quantised(weight):
@@ -170,7 +170,7 @@ def _slots(name: str, module: nn.Module) -> Iterator[Slot]:
             f"{name}.weight is quantised and requires a gradient: freeze it (requires_grad_(False)) and train an "
             "adapter, or train the weight before it is quantised"
         )
-    if _library_class(weight, "Params4bit"):
+    if library_class(weight, "Params4bit"):
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is None:
             raise ValueError(_unquantised(name, module))
@@ -179,7 +179,7 @@ def _slots(name: str, module: nn.Module) -> Iterator[Slot]:
         if state.state2 is not None:
             yield Slot(module, "weight.nested_absmax", state.state2, "absmax")
         return
-    holder = module.state if _library_class(module, "Linear8bitLt") else weight
+    holder = module.state if library_class(module, "Linear8bitLt") else weight
     if getattr(holder, "has_fp16_weights", False):
         raise ValueError(
             f"{name or 'the module'} is a {type(module).__name__} with has_fp16_weights=True: it keeps an int8 copy of "
@@ -203,9 +203,9 @@ def _unquantised(name: str, module: nn.Module) -> str:
 
 def _settle(module: nn.Module, tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor]) -> None:
     """Have a module keep no whole copy of its own, and its weight where it is."""
-    if _library_class(module, "Linear8bitLt"):
+    if library_class(module, "Linear8bitLt"):
         _follow_weight(module)
-    elif _library_class(module.weight, "Int8Params"):
+    elif library_class(module.weight, "Int8Params"):
         module.weight.CB = None  # type: ignore[union-attr]
     else:
         state: Any = module.weight.quant_state  # type: ignore[union-attr]
@@ -260,6 +260,6 @@ def _shared(table: Tensor, tables: dict[tuple[torch.dtype, torch.device, bytes],
     return tables.setdefault(key, table)
 
 
-def _library_class(value: object, name: str) -> bool:
+def library_class(value: object, name: str) -> bool:
     """True if an object is of this class of the library, or of one made of it here."""
     return any(kind.__name__ == name and kind.__module__.startswith(_LIBRARY) for kind in type(value).__mro__)
