@@ -182,7 +182,7 @@ def test_what_is_refused(ranks: Launcher) -> None:
     "attribute, library", [("te_recipe_handler", "Transformer E"), ("msamp_recipe_handler", "MS-AMP")]
 )
 def test_layers_of_other_libraries_are_refused(attribute: str, library: str) -> None:
-    with pytest.raises(ValueError, match=rf"by {library}.*AORecipeKwargs\(\).*--fp8_backend ao"):
+    with pytest.raises(ValueError, match=rf"by {library}.*AORecipeKwargs\(\).*ACCELERATE_FP8_BACKEND=AO"):
         check_recipe(SimpleNamespace(fp8_enabled=True, **{attribute: object()}))
 
 

@@ -711,7 +711,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             ValueError: In float8, which the factory's model would not be in.
         """
-        if self.fp8_enabled:
+        if self.mixed_precision == "fp8":
             raise ValueError(
                 "verify() makes models by a factory, which mixed_precision='fp8' does not convert: call torchao's "
                 "convert_to_float8_training in the factory, and zero_strategy.verify(..., autocast=torch.bfloat16)"

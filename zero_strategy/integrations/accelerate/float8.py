@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accelerate.utils.ao import convert_model_to_fp8_ao
 from torch import nn
 
 from zero_strategy.integrations.float8 import check_gather, check_torchao
@@ -49,14 +48,14 @@ def check_recipe(accelerator: Any) -> None:
     Raises:
         ValueError: Naming the recipe, and the one to take.
     """
-    if not accelerator.fp8_enabled:
+    if not getattr(accelerator, "fp8_enabled", False):  # as in Accelerate's before it had float8
         return
     for attribute, library in _OTHERS.items():
         if getattr(accelerator, attribute, None) is not None:
             raise ValueError(
                 f"mixed_precision='fp8' by {library}: its layers keep float8 copies and scales of whole weights, which "
                 f"would not follow sharded ones. {type(accelerator).__name__} takes torchao's: "
-                "kwargs_handlers=[AORecipeKwargs()], or ACCELERATE_FP8_BACKEND=AO (`--fp8_backend ao`)"
+                "kwargs_handlers=[AORecipeKwargs()], or the variable ACCELERATE_FP8_BACKEND=AO"
             )
     recipe = accelerator.ao_recipe_handler
     if not _is_default(recipe):
@@ -75,6 +74,9 @@ def convert(accelerator: Any, model: nn.Module) -> None:
             "later: call torchao's convert_to_float8_training in the layers' own factories, and take "
             "mixed_precision='bf16'"
         )
+    # Here, as the first releases that this package takes have no such module.
+    from accelerate.utils.ao import convert_model_to_fp8_ao
+
     recipe = accelerator.ao_recipe_handler
     config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
     convert_model_to_fp8_ao(model, config=config, module_filter_func=recipe.module_filter_func)
