@@ -56,7 +56,7 @@ def test_with_recomputed_activations(ranks: Launcher, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES[:2])
-def test_compiled_units(ranks: Launcher, name: str) -> None:
+def test_compiled_units_of_float8_layers(ranks: Launcher, name: str) -> None:
     script = partial(trained, name=name, compiled="aot_eager")
     for wrong in ranks(2, timeout=200)(play, script, DEFAULTS[-1:], tolerance=1e-7):
         assert not wrong
