@@ -50,7 +50,7 @@ T = TypeVar("T")
 MAX_WORLD = 4
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"]
 """Loaded once, in the server; the last because the first optimizer of any process loads it."""
-PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft"]
+PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft", "torchao.float8"]
 """Loaded there too where the test process has loaded them: seconds that each rank would need for itself."""
 PATIENCE = 180.0
 """Seconds until a run without an answer is given up: several times those of the slowest machine that was met."""

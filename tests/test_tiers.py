@@ -43,6 +43,7 @@ FEATURES = {
         "sequence/test_training.py",
         "integrations/huggingface/test_sequence.py",
     ],
+    "guides/float8.md": ["engine/test_float8.py"],
     "guides/lora.md": ["integrations/huggingface/test_adapters.py"],
     "guides/measuring.md": [
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "compat/megatron/test_straggler.py",

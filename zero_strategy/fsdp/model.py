@@ -51,6 +51,7 @@ from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
+from zero_strategy.quantized.float8 import check_own_values
 from zero_strategy.quantized.scales import attach_scales, detach_scales
 from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
@@ -777,6 +778,8 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run one forward before sharding")
         check_placement(name, parameter)
+        if not is_dtensor(parameter):
+            check_own_values(name, parameter)
         if parameter.is_complex():
             raise ValueError(f"parameter {name!r} is complex: train its real and imaginary parts as real parameters")
         if parameter.device.type == "mps":

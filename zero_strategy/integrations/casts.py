@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.quantized.float8 import is_float8_layer
 from zero_strategy.runtime.terminal import size
 
 _MULTIPLIES = (
@@ -26,11 +27,11 @@ CASTS_TOLD = 1 << 26
 def cast_bytes(engine: ZeroEngine, dtype: torch.dtype) -> tuple[int, str]:
     """Bytes of the copies that autocast to `dtype` makes of parameters in a forward, and the largest one's name.
 
-    Those of modules that multiply matrices; what is in `dtype` already is not copied.
+    Those of modules that multiply matrices; what is in `dtype` already is not copied, nor what is cast to float8.
     """
     copied: dict[nn.Parameter, str] = {}
     for name, module in engine.model.module.named_modules():
-        if isinstance(module, _MULTIPLIES):
+        if isinstance(module, _MULTIPLIES) and not is_float8_layer(module):
             for key, parameter in module.named_parameters(name, recurse=False):
                 if parameter.is_floating_point() and parameter.dtype != dtype:
                     copied.setdefault(parameter, key)

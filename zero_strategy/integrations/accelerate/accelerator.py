@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +35,7 @@ from zero_strategy.config.load import ConfigSource
 from zero_strategy.diagnostics.norms import NormSettings
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.accelerate.float8 import check_installed, check_recipe, convert
 from zero_strategy.integrations.accelerate.joint_clip import clip_together
 from zero_strategy.integrations.accelerate.launch import (
     asked_parallelism,
@@ -77,7 +79,7 @@ if TYPE_CHECKING:
 __all__ = ["ZeroAccelerator"]
 
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Dtype of autocast by `mixed_precision`."""
 
 
@@ -122,6 +124,7 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
         check_single_owner(keywords, os.environ)
+        check_installed(arguments, keywords, os.environ)
         self._asked = asked_parallelism(keywords.pop("parallelism_config", None), os.environ)
         if needs_cpu(os.environ) and len(arguments) < 5:  # `cpu` is the fifth
             keywords.setdefault("cpu", True)
@@ -157,10 +160,12 @@ class ZeroAccelerator(Accelerator):
 
     def _set_up(self, zero_config: Any, facts: Callable[[ZeroConfig], Mapping[str, Fact]] | None = None) -> None:
         check_processes(self.num_processes, os.environ)
+        check_recipe(self)
         self.zero_config = with_parallelism(load_config(configured(zero_config)), self._asked, self.num_processes)
         check_uneven_batches(self.zero_config, type(self).__name__)
         check_format(self.zero_config)
         self._prepared, self._told_factor = PreparedModels(), False
+        self._converted: WeakSet[nn.Module] = WeakSet()
         self._divided: dict[int, list[SequenceModel]] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
@@ -207,6 +212,22 @@ class ZeroAccelerator(Accelerator):
             return prepared
         by_place = dict(zip(order, prepared, strict=True))
         return tuple(by_place[index] for index in range(len(objects)))
+
+    def _prepare_ao(self, *objects: Any) -> tuple[Any, ...]:
+        """See Accelerate's: convert models to float8; those that are sharded and converted have hooks, and stay."""
+        for model in objects:
+            if not isinstance(model, nn.Module):
+                continue
+            engine = self.engines.get(id(model))
+            if engine is not None and model in self._converted:
+                continue
+            reason = f"linear layers of its {type(model).__name__} were converted to float8"
+            if engine is not None:  # of an evaluation, for which Accelerate converts nothing
+                engine.close(gather=True, reason=reason)
+            take_over(model, reason, own=self.engines.values())
+            convert(self, model)
+            self._converted.add(model)
+        return objects
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -686,7 +707,15 @@ class ZeroAccelerator(Accelerator):
 
         Returns:
             What was compared, and the first tensor that differs.
+
+        Raises:
+            ValueError: In float8, which the factory's model would not be in.
         """
+        if self.mixed_precision == "fp8":
+            raise ValueError(
+                "verify() makes models by a factory, which mixed_precision='fp8' does not convert: call torchao's "
+                "convert_to_float8_training in the factory, and zero_strategy.verify(..., autocast=torch.bfloat16)"
+            )
         keywords.setdefault("accumulation", self.gradient_accumulation_steps)
         if self.mixed_precision != "no":
             keywords.setdefault("autocast", _AUTOCAST.get(self.mixed_precision))

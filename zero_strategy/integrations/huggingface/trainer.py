@@ -408,7 +408,7 @@ def _facts(args: TrainingArguments, copies: int) -> dict[str, Fact]:
         "train_micro_batch_size_per_gpu": fact("per_device_train_batch_size", micro),
         "train_batch_size": batch_fact(copies, micro, steps),
         "gradient_clipping": fact("max_grad_norm", args.max_grad_norm),
-        "training_precision": Fact("bf16" if args.bf16 else "fp16" if args.fp16 else "no", "TrainingArguments"),
+        "training_precision": Fact(args.mixed_precision, "TrainingArguments"),
         "dataloader_drop_last": fact("dataloader_drop_last", args.dataloader_drop_last),
         "scheduler": fact("lr_scheduler_type", _SCHEDULES.get(schedule, schedule)),
     }

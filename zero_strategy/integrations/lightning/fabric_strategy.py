@@ -178,6 +178,11 @@ class FabricStrategy(TensorMesh, _Base):
         if plugin is not None and not isinstance(plugin, (self.plain_precision, self.scaled_precision)):
             flag = precision_of(plugin, "Fabric")
             plugin = (self.scaled_precision if PLANS[flag].scales_loss else self.plain_precision)(flag)
+        if isinstance(plugin, self.plain_precision) and plugin.plan.scales_loss:
+            raise ValueError(
+                f"{type(plugin).__name__}({plugin.precision!r}) does not scale the loss, which fp16 needs: take "
+                f"{self.scaled_precision.__name__}"
+            )
         if isinstance(plugin, ScaledFabricPrecision):
             plugin.use_engines(self.engine_of_optimizer)
         self._precision = plugin

@@ -196,6 +196,12 @@ class TrainerPipeline(_Base):
                 f"{type(module).__name__}.automatic_optimization is False, but a pipeline runs backwards together with "
                 "forwards, so that training_step cannot decide between them; leave it True"
             )
+        if self.precision_plugin.float8 is not None:
+            raise ValueError(
+                "ZeroPrecision(float8=...) converts a module's layers before it is sharded, and a pipeline builds its "
+                "own later: call torchao's convert_to_float8_training in configure_pipeline(), or in the layers' own "
+                "factories"
+            )
         if engine_of(module) is None:
             self._configure_pipeline(module)
         super().setup(trainer)

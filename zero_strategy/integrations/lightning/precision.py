@@ -9,6 +9,8 @@
 | `16-mixed`    | as they are| the parameters          | under autocast to fp16    | yes        |
 | `64-true`     | fp64       | the parameters          | default dtype fp64        | no         |
 
+Beside each of these, `float8` lets linear layers cast what they multiply to float8.
+
 The plugins of Fabric and of the Trainer scale the loss, clip, and step optimizers through the engine.
 """
 
@@ -26,7 +28,9 @@ from torch.optim import Optimizer
 from zero_strategy.config import LossScaleConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.casts import tell_casts
+from zero_strategy.integrations.float8 import Choice, Float8Layers
 from zero_strategy.integrations.lightning.module_engine import engine_of
+from zero_strategy.integrations.takeover import take_over
 
 if TYPE_CHECKING:
     from typing import Any as _Base
@@ -71,22 +75,30 @@ class ShardedPrecision:
 
     Args:
         precision: One of `32-true`, `bf16-true`, `16-true`, `bf16-mixed`, `16-mixed`, `64-true`.
+        float8: Linear layers multiply in float8 by this: the name of a recipe of torchao, or a `Float8LinearConfig`.
+        float8_layers: Torchao's `module_filter_fn`, which says by a layer and its name whether it does; by default
+            layers do whose sizes are multiples of 16.
 
     Attributes:
         precision: The same.
         plan: What it means.
         device_type: Where steps run; set by the strategy.
         scaler: The loss scaler of all engines in use with this plugin, or None.
+        float8: The layers that multiply in float8, or None.
 
     Raises:
-        ValueError: If there is no such precision.
+        ValueError: If there is no such precision or recipe, or layers are chosen without one.
+        ImportError: If float8 is asked for, and torchao is not installed.
     """
 
     precision: Any
 
-    def __init__(self, precision: str = "32-true") -> None:
+    def __init__(self, precision: str = "32-true", *, float8: Any = None, float8_layers: Choice | None = None) -> None:
         if precision not in PLANS:
             raise ValueError(f"precision {precision!r} is not supported; accepted: {', '.join(map(repr, PLANS))}")
+        if float8 is None and float8_layers is not None:
+            raise ValueError('float8_layers chooses layers for float8, which is not given: add float8="tensorwise"')
+        self.float8 = None if float8 is None else Float8Layers(float8, float8_layers, "ZeroPrecision(float8=...)")
         self.precision = precision
         self.plan = PLANS[precision]
         self.device_type = "cpu"
@@ -103,10 +115,21 @@ class ShardedPrecision:
             tell_casts(engine, dtype, f"precision={self.precision!r}", f"precision={true!r}")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """`64-true` casts before the module is sharded; other dtypes are the engine's business."""
+        """`64-true` casts, and float8 replaces layers, before the module is sharded.
+
+        Other dtypes are the engine's business.
+        """
+        module = self.convert_layers(module)
         if self.plan.default_dtype == torch.float64 and engine_of(module) is None:
             return module.double()
         return module
+
+    def convert_layers(self, module: nn.Module) -> nn.Module:
+        """Let the chosen layers multiply in float8. An engine whose layers do not yet ends, which is a collective."""
+        if self.float8 is None or not self.float8.lacking(module):
+            return module
+        take_over(module, f"linear layers of {type(module).__name__} were converted to float8")
+        return self.float8.convert(module)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Low-precision models are built in fp32, so that master weights start from unrounded values."""
@@ -210,8 +233,8 @@ class ScaledFabricPrecision(FabricPrecision):
 
     engine_of_optimizer: Callable[[Optimizer], ZeroEngine]
 
-    def __init__(self, precision: str = "16-mixed") -> None:
-        super().__init__(precision)
+    def __init__(self, precision: str = "16-mixed", *, float8: Any = None, float8_layers: Choice | None = None) -> None:
+        super().__init__(precision, float8=float8, float8_layers=float8_layers)
         self._unscaled: dict[int, bool] = {}
         self._finite: bool | None = None
 
@@ -259,8 +282,8 @@ class TrainerPrecision(ShardedPrecision, _Base):
         loss_weight: What the loss of this training batch is multiplied by, behind the hooks that see it.
     """
 
-    def __init__(self, precision: str = "32-true") -> None:
-        super().__init__(precision)
+    def __init__(self, precision: str = "32-true", *, float8: Any = None, float8_layers: Choice | None = None) -> None:
+        super().__init__(precision, float8=float8, float8_layers=float8_layers)
         self.engine: ZeroEngine | None = None
         self.loss_weight = 1.0
         self._finite: bool | None = None

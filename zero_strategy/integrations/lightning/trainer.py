@@ -248,6 +248,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         compute_dtype = self.precision_plugin.plan.compute_dtype
         # First, since a module becomes plain by it and is converted again.
         end_other_engines(module, self._resolve(), compute_dtype)
+        self.precision_plugin.convert_layers(module)
         if new := engine_of(module) is None:
             # Later calls would replace modules that are sharded.
             if fitting and self._layer_sync:
