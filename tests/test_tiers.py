@@ -45,6 +45,7 @@ FEATURES = {
     ],
     "guides/float8.md": ["engine/test_float8.py"],
     "guides/lora.md": ["integrations/huggingface/test_adapters.py"],
+    "guides/qlora.md": ["integrations/huggingface/test_quantised.py", "quantized/test_engine.py"],
     "guides/measuring.md": [
         "diagnostics/test_integrations.py", "diagnostics/test_report.py", "compat/megatron/test_straggler.py",
         "cli/test_doctor.py",

@@ -243,7 +243,7 @@ def under_lightning(path: str, how: str, strategy: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", ["nf4-double", "int8"])
-def test_under_lightning(ranks: Launcher, tmp_path: Path, how: str) -> None:
+def test_quantised_weights_under_lightning(ranks: Launcher, tmp_path: Path, how: str) -> None:
     path = saved(tmp_path, "llama")
     plain, ours = (ranks(2, timeout=120)(under_lightning, path, how, kind)[0] for kind in ("ddp", 3))
     trained = {name for name in plain if "lora_" in name}
