@@ -199,7 +199,7 @@ def test_bad_arguments_are_named() -> None:
         ops.lion8_([p], [g], ([codes], []), hyper)
     with pytest.raises(ValueError, match="hyper must be contiguous"):
         ops.lion8_([p], [g], ([codes], [scales]), hyper[:, :2])
-    with pytest.raises(TypeError, match="values must be torch.float32"):
+    with pytest.raises(TypeError, match=r"values must be torch\.float32"):
         encode(torch.ones(3).half(), signed=True)
     with pytest.raises(ValueError, match="must be contiguous"):
         encode(torch.ones(4, 4).t()[1:], signed=True)

@@ -172,6 +172,11 @@ class Update:
         """The bucket that it lies in."""
         return self.row.bucket
 
+    @property
+    def coded(self) -> bool:
+        """True if its states have 8 bits."""
+        return self.row.is_coded(self.group)
+
 
 @dataclass
 class Work(Chunk):

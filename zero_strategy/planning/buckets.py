@@ -31,6 +31,7 @@ from zero_strategy.fsdp.layout import (
     lies_apart,
     wants_master,
 )
+from zero_strategy.fsdp.state_bits import block_of
 from zero_strategy.offload.chunk_store import Allowance
 from zero_strategy.offload.chunks import Cuts, head_numel
 from zero_strategy.offload.stores import chunk_numel
@@ -208,7 +209,8 @@ def _facts(
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
     shapes = [(name, shape.shape) for name, shape in named]
-    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn)
+    block = block_of(resolved.config)
+    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn, block=block)
     owner = Owner(unit, tuple(segment.name for segment in layout.segments))
     master = trainable and wants_master(dtype, precision)
     handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
