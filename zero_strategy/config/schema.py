@@ -562,7 +562,7 @@ class ZeroConfig(Section):
             ("mesh.tensor", (self.mesh.tensor or 1) > 1, "blocks are those of whole parameters"),
             ("matrix_optimizers", self.matrix_optimizers, "optimizers of whole matrices have no such states"),
             ("matrix_parameters", self.matrix_parameters, "optimizers of whole matrices have no such states"),
-            ("offload.optimizer_ratio", self.offload.optimizer_ratio not in (0.0, 1.0), "a tier holds whole buckets"),
+            ("offload.optimizer_ratio", self.offload.optimizer_ratio != 1.0, "scales are not divided between tiers"),
         ):
             if wrong:
                 value = self.mesh.tensor if key == "mesh.tensor" else dict(self.settings())[key].value

@@ -428,15 +428,21 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 """Classes of `torch.optim` whose algorithm a rule has."""
 
 
+def rule_of_class(optimizer: Optimizer) -> UpdateRule | None:
+    """The rule with the algorithm of an optimizer's class, whatever its options are; None: there is none."""
+    # Torch's by the exact class: a subclass may have a step of its own.
+    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
+    return rule if isinstance(rule, UpdateRule) else None
+
+
 def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: bool = False) -> UpdateRule | None:
     """The rule that may take the optimizer's steps, or None.
 
     A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
     With `fused` a rule is an implementation of `fused=True`, too.
     """
-    # Torch's by the exact class: a subclass may have a step of its own.
-    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
-    if not isinstance(rule, UpdateRule):
+    rule = rule_of_class(optimizer)
+    if rule is None:
         return None
     for group in optimizer.param_groups:
         asked = group.get("fused")

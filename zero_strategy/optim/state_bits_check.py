@@ -10,7 +10,7 @@ from zero_strategy.fsdp.layout import Segment as ParameterSpan
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.state_bits import is_coded
 from zero_strategy.ops.dynamic_codes import BLOCK
-from zero_strategy.optim.fused import rule_for
+from zero_strategy.optim.fused import rule_of_class
 
 SETTING = "optimizer: {state_bits: 8}"
 """The line of a config that lets states have 8 bits."""
@@ -33,10 +33,10 @@ def check_state_bits(optimizer: Optimizer, model: ShardedModel) -> None:
     """
     if not wants_codes(optimizer, model):
         return
-    name, rule = type(optimizer).__name__, rule_for(optimizer, any_implementation=True)
+    name, rule = type(optimizer).__name__, rule_of_class(optimizer)
     asked = "optimizer.state_bits is 8" if model.config.optimizer.state_bits == 8 else "state_bits is 8"
-    if rule is None or not rule.coded_states:
-        options = [each for group in optimizer.param_groups if rule is not None and (each := rule.refuses(group))]
+    options = [each for group in optimizer.param_groups if rule is not None and (each := rule.refuses(group))]
+    if rule is None or not rule.coded_states or options:
         raise ValueError(
             f"{asked}, and {name}{f' with {options[0]}' if options else ''} keeps states that have no form of 8 bits: "
             "AdamW, Adam and SGD of torch.optim, FusedAdamW, FusedAdam, FusedLion and FusedSGD have one, without "

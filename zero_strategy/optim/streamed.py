@@ -33,6 +33,8 @@ from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedPart, OffloadedVector
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES, blocks_within
 from zero_strategy.optim.fused import Segment, UpdateRule
 from zero_strategy.optim.pieces import Row
 from zero_strategy.runtime.host_threads import share_of_cores
@@ -418,8 +420,11 @@ class StreamedStep:
             copies.give(*_given(brought.values()))
         for update, segment in zip(chunk.updates, segments, strict=True):
             low, _ = _overlap(update, chunk)
-            numbers = {}
+            numbers: dict[str, Any] = {}
             for key, value in segment.state.items():
+                if key in SCALES:
+                    numbers[key] = _with_scales(update, steps, key, low, value)
+                    continue
                 if key not in chunk.vectors:
                     numbers[key] = value
                     continue
@@ -428,6 +433,14 @@ class StreamedStep:
                     place.copy_(value)
                 numbers[key] = chunk.vectors[key].part(update.cut.offset, update.piece.shape)
             steps[id(update.parameter)] = numbers
+
+
+def _with_scales(update: Update, steps: Numbers, key: str, low: int, values: Tensor) -> Tensor:
+    """The scales of a piece, with those of the part of it that begins at the owned element `low`."""
+    known = steps.get(id(update.parameter), update.state).get(key)
+    scales: Tensor = torch.zeros(blocks_of(update.cut.numel)) if known is None else known
+    scales[blocks_of(low - update.cut.offset) :][: values.numel()].copy_(values)
+    return scales
 
 
 def _bare(chunk: Work) -> Chunk:
@@ -450,11 +463,13 @@ def _segment(
     gradient: Tensor | None = None,
 ) -> Segment:
     """Elements [low, high) of the owned ones as the rule takes them, on the device `home`, maybe with the gradient."""
-    state = {
+    state: dict[str, Any] = {
         # Numbers are copied: the rule counts on in each chunk of a parameter, from the same one.
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
+    blocks = slice(*blocks_within(low - update.cut.offset, high - update.cut.offset))
+    state.update({key: value[blocks] for key, value in state.items() if key in SCALES})
     if gradient is not None:
         assert gradient.numel() == high - low
     elif isinstance(update.gradient, Tensor):
@@ -465,9 +480,8 @@ def _segment(
         param, copy = gradient, None
     else:
         param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    return Segment(
-        update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
-    )
+    own = update.group, param, gradient, state, param, copy, update.factor, update.parameter
+    return Segment(*own, coded=update.coded)
 
 
 def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any]:
