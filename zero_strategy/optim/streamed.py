@@ -380,7 +380,11 @@ class StreamedStep:
                 if isinstance(update.gradient, OffloadedPart):  # not those of all: Muon's may have come to memory
                     held_by[key][GRADIENT] = update.gradient.vector
                 found[key].updates.append(update)
-        return list(found.values())
+        if not any(update.coded for update in updates):
+            return list(found.values())
+        # Parameters of one unit lie by turns in two buckets, of 8 bits and of 32: bucket by bucket, as planned.
+        order = {identity: place for place, identity in enumerate(dict.fromkeys(identity for identity, _ in found))}
+        return [found[key] for key in sorted(found, key=lambda key: (order[key[0]], key[1]))]
 
     def _update(
         self,
