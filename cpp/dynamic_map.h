@@ -42,8 +42,8 @@ constexpr DynamicMap dynamic_map(bool is_signed) {
     for (int number = first; number <= last; ++number) {
       const float scaled = float(number) * map.slope[decade];
       const float value = scaled + map.start[decade];
-      map.value[is_signed ? number : number - 1] = value;
-      if (is_signed && number < 128) map.value[256 - number] = -value;
+      map.value[is_signed ? 256 - number : number - 1] = value;
+      if (is_signed && number < 128) map.value[number] = -value;
     }
   }
   return map;

@@ -55,13 +55,13 @@ struct Wide {
     const __m512 scaled = _mm512_mul_ps(real, _mm512_maskz_permutexvar_ps(present, exponent, slope));
     __m512 value = _mm512_add_ps(scaled, _mm512_maskz_permutexvar_ps(present, exponent, start));
     if (kSigned) {
-      const __mmask16 negative = _mm512_cmpgt_epi32_mask(_mm512_setzero_si512(), wide);
-      const __mmask16 below = _mm512_mask_cmpgt_epi32_mask(negative, wide, _mm512_set1_epi32(-128));
-      value = _mm512_mask_xor_ps(value, below, value, _mm512_set1_ps(-0.0f));
+      const __mmask16 negative = _mm512_cmpgt_epi32_mask(wide, _mm512_setzero_si512());
+      value = _mm512_mask_xor_ps(value, negative, value, _mm512_set1_ps(-0.0f));
     }
     return _mm512_mul_ps(value, scale);
   }
 
+  // Two operations of one rounding are as exact as each by itself: twice a width, and a width (a power of 2) x kShift.
   inline __attribute__((always_inline)) __m128i encode(__m512 values, __m512 inverse) const {
     const __m512i bits = _mm512_castps_si512(values);
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
@@ -75,18 +75,18 @@ struct Wide {
     const __m512i first = _mm512_set1_epi32(kSigned ? 0x3f000000 : 0x3f800000);
     const __m512 width = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(decade, 23), first));
     const __m512 scaled = _mm512_mul_ps(part, _mm512_permutexvar_ps(decade, factor));
-    const __m512 place = _mm512_add_ps(scaled, _mm512_mul_ps(width, _mm512_set1_ps(kShift)));
-    const __m512 last = _mm512_sub_ps(_mm512_add_ps(width, width), _mm512_set1_ps(1.0f));
-    __m512i number = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_max_ps(place, width), last));
+    const __m512 place = _mm512_fmadd_ps(width, _mm512_set1_ps(kShift), scaled);
+    const __m512 last = _mm512_fmsub_ps(width, _mm512_set1_ps(2.0f), _mm512_set1_ps(1.0f));
+    const __m512 inside = _mm512_min_ps(_mm512_max_ps(place, width), last);
     if (kSigned) {
-      const __mmask16 negative = _mm512_movepi32_mask(bits);
-      number = _mm512_mask_min_epi32(number, negative, number, _mm512_set1_epi32(127));
-      number = _mm512_mask_sub_epi32(number, negative, _mm512_setzero_si512(), number);
-    } else {
-      const __mmask16 present = _mm512_test_epi32_mask(magnitude, magnitude);
-      number = _mm512_maskz_sub_epi32(present, number, _mm512_set1_epi32(1));
+      // inside, negative where the value is not: -(+128) is a byte, and what would be +128 for -1 becomes 127.
+      const __m512i turned = _mm512_ternarylogic_epi32(_mm512_castps_si512(inside), bits,
+                                                       _mm512_set1_epi32(int32_t(0x80000000u)), 0xd2);
+      return _mm512_cvtsepi32_epi8(_mm512_cvttps_epi32(_mm512_castsi512_ps(turned)));
     }
-    return _mm512_cvtepi32_epi8(number);
+    const __mmask16 present = _mm512_test_epi32_mask(magnitude, magnitude);
+    const __m512i number = _mm512_cvttps_epi32(inside);
+    return _mm512_cvtepi32_epi8(_mm512_maskz_sub_epi32(present, number, _mm512_set1_epi32(1)));
   }
 };
 #endif
@@ -105,15 +105,30 @@ ZS_OUTLINE void decode_block(const uint8_t* __restrict codes, float scale, int64
   for (; i < n; ++i) values[i] = Map<kSigned>::map.value[codes[i]] * scale;
 }
 
-// Returns the scale.
-template <bool kSigned>
-ZS_OUTLINE float encode_block(const float* __restrict values, int64_t n, uint8_t* __restrict codes) {
-  constexpr DynamicMap map = dynamic_map(kSigned);
-  int32_t largest = 0;  // magnitudes compare as integers, and a NaN is the largest
-  for (int64_t i = 0; i < n; ++i) {
+// The largest magnitude as an integer: so they compare, and a NaN is the largest.
+inline int32_t largest_of(const float* __restrict values, int64_t n) {
+  int64_t i = 0;
+  int32_t largest = 0;
+#if ZS_TARGET_LEVEL == 512
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  __m512i even = _mm512_setzero_si512(), odd = even;
+  for (; i + 32 <= n; i += 32) {
+    even = _mm512_max_epi32(even, _mm512_and_si512(_mm512_loadu_si512(values + i), mask));
+    odd = _mm512_max_epi32(odd, _mm512_and_si512(_mm512_loadu_si512(values + i + 16), mask));
+  }
+  largest = _mm512_reduce_max_epi32(_mm512_max_epi32(even, odd));
+#endif
+  for (; i < n; ++i) {
     const int32_t magnitude = int32_t(bits_of(values[i]) & 0x7fffffffu);
     largest = magnitude > largest ? magnitude : largest;
   }
+  return largest;
+}
+
+// Returns the scale.
+template <bool kSigned>
+ZS_OUTLINE float encode_block(const float* __restrict values, int32_t largest, int64_t n, uint8_t* __restrict codes) {
+  constexpr DynamicMap map = dynamic_map(kSigned);
   if (largest >= 0x7f800000 || largest < 0x00800000) {
     std::memset(codes, 0, size_t(n));
     return largest >= 0x7f800000 ? float_of(0x7fc00000u) : 0.0f;
@@ -143,9 +158,9 @@ ZS_OUTLINE float encode_block(const float* __restrict values, int64_t n, uint8_t
     const float from = place < width ? width : place, inside = from > last ? last : from;
     int32_t number = int32_t(inside);
     if (kSigned) {
-      const int32_t negative = int32_t(bits) >> 31;  // all ones
-      number -= (number >> 7) & -negative;           // -1 has no code
-      number = (number ^ negative) - negative;
+      const int32_t positive = ~(int32_t(bits) >> 31);   // all ones
+      number -= (number >> 7) & ~positive;               // -1 has no code
+      number = (number ^ positive) - positive;
     } else {
       number = (number - 1) & -int32_t((bits & 0x7fffffffu) != 0);
     }
@@ -171,8 +186,10 @@ inline void by_blocks(const Segment& s, int64_t begin, int64_t end, const Update
     if (first) decode_block<true>(s.first_codes.codes + at, s.first_codes.scales[block], n, first);
     if (second) decode_block<false>(s.second_codes.codes + at, s.second_codes.scales[block], n, second);
     update(parameter, gradient, first, second, n);
-    if (first) s.first_codes.scales[block] = encode_block<true>(first, n, s.first_codes.codes + at);
-    if (second) s.second_codes.scales[block] = encode_block<false>(second, n, s.second_codes.codes + at);
+    // Both before the first is coded, which does not wait for the second then.
+    const int32_t largest = first ? largest_of(first, n) : 0, largest_second = second ? largest_of(second, n) : 0;
+    if (first) s.first_codes.scales[block] = encode_block<true>(first, largest, n, s.first_codes.codes + at);
+    if (second) s.second_codes.scales[block] = encode_block<false>(second, largest_second, n, s.second_codes.codes + at);
     if (s.streamed) {
       for (int64_t done = 0; done < n; done += kUpdateTile) {
         stream_out(parameter + done, s.copy, at + done, smaller(kUpdateTile, n - done));

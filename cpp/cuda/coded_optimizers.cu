@@ -48,8 +48,8 @@ __device__ inline uint8_t code_of(float value, float inverse, const DynamicMap& 
   const float from = place < width ? width : place, inside = from > last ? last : from;
   const int number = int(inside);
   if (!kSigned) return uint8_t((bits_of(value) & 0x7fffffffu) != 0 ? number - 1 : 0);
-  if (bits_of(value) < 0x80000000u) return uint8_t(number);
-  return uint8_t(-(number > 127 ? 127 : number));  // -1 has no code
+  if (bits_of(value) < 0x80000000u) return uint8_t(-number);
+  return uint8_t(number > 127 ? 127 : number);  // -1 has no code
 }
 
 // Every thread of the block comes here; those without an element have `there` false.

@@ -12,11 +12,11 @@ number * slope + start, with two constants for each e.
 
     map        codes                   values
     signed     0                       0
-               2^F + i, F = 0..6       (0.1 + 0.9 * (i + 1/2) / 2^F) * 10^(F - 6)     127 of them
-               256 minus such a code   the same, negative
+               256 - 2^F - i           (0.1 + 0.9 * (i + 1/2) / 2^F) * 10^(F - 6), F = 0..6: 127 of them
+               2^F + i                 the same, negative
                128                     1, so that the largest number is exact
     unsigned   0                       0
-               2^F + i - 1, F = 1..7   (0.1 + 0.9 * (i + 1/2) / 2^F) * 10^(F - 7)     the sign's bit is one of i
+               2^F + i - 1             (0.1 + 0.9 * (i + 1/2) / 2^F) * 10^(F - 7), F = 1..7: the sign's bit is one of i
                255                     1
 
 Codes are in the order of the magnitudes, which the paper leaves open. Two rules go beyond it. A number that is not zero
@@ -80,9 +80,9 @@ def dynamic_map(signed: bool, device: torch.device | None = None) -> DynamicMap:
         first = int(widths[decade])
         numbers = torch.arange(first, first + 1 if decade == _DECADES - 1 else 2 * first)
         found = numbers.float() * slopes[decade] + starts[decade]
-        values[numbers if signed else numbers - 1] = found
+        values[256 - numbers if signed else numbers - 1] = found
         if signed and decade < _DECADES - 1:
-            values[256 - numbers] = -found
+            values[numbers] = -found
     rounded: list[float] = torch.tensor(bounds).tolist()
     return DynamicMap(values.to(device), factors.to(device), torch.tensor(widths, device=device), tuple(rounded))
 
@@ -135,7 +135,7 @@ def encode_into(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) 
     place = torch.minimum(torch.maximum(place, width), width * 2 - 1)
     number = torch.where(coded, place, 0.0).to(torch.int32)
     if signed:
-        number = torch.where(flat < 0, 256 - number.clamp(max=127), number) & 255
+        number = torch.where(flat < 0, number.clamp(max=127), 256 - number) & 255
     else:
         number = torch.where(bits != 0, number - 1, 0)
     number = torch.where(coded, number, 0).to(torch.uint8)
