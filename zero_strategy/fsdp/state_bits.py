@@ -1,4 +1,4 @@
-"""Which parameters have optimizer states of 8 bits, and what that asks of the layout.
+"""Choice of the parameters whose optimizer states have 8 bits, and what that asks of the layout.
 
 A state of 8 bits has a scale for each block of 256 elements (`ops.dynamic_codes`), counted in the flattened parameter.
 Where the setting is on, every parameter and every slice begins at a multiple of 256 elements of its bucket. So each cut
