@@ -63,6 +63,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "dtype that gradients are summed in across ranks; `gradient`: the one they have",
         "gradient",
     ),
+    "optimizer.state_bits": ("bits of moments and momenta of AdamW, Adam, Lion and SGD", "8"),
+    "optimizer.keep_32_bits": ("patterns of the names of parameters whose states keep 32 bits", '["*embed*"]'),
     "loss_scale.initial": ("fp16: loss scale at the first step", "4096.0"),
     "loss_scale.growth_factor": ("fp16: factor on the scale after `growth_interval` steps without overflow", "4.0"),
     "loss_scale.backoff_factor": ("fp16: factor on the scale after a step that overflowed", "0.25"),
@@ -134,6 +136,7 @@ SECTIONS = {
     "communication": ("communication", "Messages between ranks."),
     "mesh": ("mesh", "Layout of the ranks: replicate x shard x tensor x pipeline stages = world size."),
     "precision": ("precision", "Dtypes of state. The precision of the computation is the framework's setting."),
+    "optimizer": ("optimizer", "Form of states: see [states of 8 bits](../guides/optimizers.md#states-of-8-bits)."),
     "loss_scale": ("loss_scale", "Dynamic loss scaling, used when the framework trains in fp16."),
     "offload": ("offload", "State outside of the device's memory: see [offloading](../guides/offloading.md)."),
     "activation_checkpointing": (

@@ -16,6 +16,9 @@ STABLE_TORCH_LIBRARY_IMPL(zero_strategy, CPU, library) {
   library.impl("sgd_", TORCH_BOX(&zs::sgd));
   library.impl("lamb_direction_", TORCH_BOX(&zs::lamb_direction));
   library.impl("lamb_apply_", TORCH_BOX(&zs::lamb_apply));
+  library.impl("adam8_", TORCH_BOX(&zs::adam8));
+  library.impl("lion8_", TORCH_BOX(&zs::lion8));
+  library.impl("sgd8_", TORCH_BOX(&zs::sgd8));
   library.impl("grad_stats", TORCH_BOX(&zs::grad_stats));
   library.impl("scale_", TORCH_BOX(&zs::scale));
   library.impl("axpby_", TORCH_BOX(&zs::axpby));

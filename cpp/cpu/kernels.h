@@ -16,6 +16,12 @@ struct Buffer {
   Type type = Type::f32;
 };
 
+// A state in 8 bits: a code per element and a scale per block (see ../dynamic_map.h), or nothing.
+struct Codes {
+  uint8_t* codes = nullptr;
+  float* scales = nullptr;
+};
+
 // One piece of a parameter with its gradient, optimizer state and low-precision copy; the same number of elements each.
 // `factor` has what the optimizer's formula needs of its hyper-parameters (see optimizers.h).
 struct Segment {
@@ -23,6 +29,7 @@ struct Segment {
   Buffer gradient;
   Buffer first;   // exp_avg, momentum_buffer or sum
   Buffer second;  // exp_avg_sq
+  Codes first_codes, second_codes;  // in their place
   Buffer copy;
   bool streamed = false;  // the copy is written past the caches
   int64_t numel = 0;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../dynamic_map.h"
 #include "kernels.h"
 
 #include "target_begin.h"
@@ -18,6 +19,7 @@ namespace {
 #include "../philox.h"
 #include "numbers.h"
 #include "streaming.h"
+#include "codes.h"
 #include "optimizers.h"
 #include "moves.h"
 #include "statistics.h"

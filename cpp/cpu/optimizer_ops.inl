@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../dynamic_map.h"
 #include "../hyper.h"
 #include "parallel.h"
 #include "tensors.h"
@@ -28,6 +29,31 @@ std::vector<Segment> segments_of(const Tensors& params, const Tensors& grads, co
     total += segment.numel;
   }
   for (Segment& segment : segments) segment.streamed = segment.copy.data && total > kStreamed;
+  return segments;
+}
+
+Codes codes_of(const Tensors& codes, const Tensors& scales, size_t index, size_t items, int64_t numel) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(codes.size() == items && scales.size() == items, "expected ", items, " lists of codes and scales");
+  const Tensor &code = codes[index], &scale = scales[index];
+  STD_TORCH_CHECK(code.is_cpu() && code.is_contiguous() && code.scalar_type() == ScalarType::Byte &&
+                      code.numel() == numel && scale.numel() == (numel + kCodeBlock - 1) / kCodeBlock,
+                  "expected contiguous uint8 codes for ", numel, " elements on the CPU, and a scale for each block");
+  return {static_cast<uint8_t*>(const_cast<void*>(code.const_data_ptr())), floats_of(scale)};
+}
+
+// `second` may be empty.
+std::vector<Segment> coded_segments_of(const Tensors& params, const Tensors& grads, const Tensors& first_codes,
+                                       const Tensors& first_scales, const Tensors& second_codes,
+                                       const Tensors& second_scales, const Tensors& copies) {
+  std::vector<Segment> segments = segments_of(params, grads, {}, {}, copies);
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const int64_t numel = segments[i].numel;
+    segments[i].first_codes = codes_of(first_codes, first_scales, i, segments.size(), numel);
+    if (!second_codes.empty()) {
+      segments[i].second_codes = codes_of(second_codes, second_scales, i, segments.size(), numel);
+    }
+  }
   return segments;
 }
 
@@ -58,21 +84,40 @@ void fill(std::vector<Segment>& segments, const Tensor& hyper, int64_t columns, 
   }
 }
 
-}  // namespace
-
-void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors copies, Tensor hyper,
-          bool decoupled) {
-  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, exp_avg_sqs, copies);
+void run_adam(std::vector<Segment>& segments, const Tensor& hyper, bool decoupled) {
   fill(segments, hyper, kAdamColumns,
        [=](const double* row, float* factor) { adam_factors(row, decoupled, factor); });
   for (Segment& segment : segments) segment.option[0] = decoupled;
   run(kernels().adam, segments);
 }
 
-void lion(Tensors params, Tensors grads, Tensors exp_avgs, Tensors copies, Tensor hyper) {
-  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, {}, copies);
+void run_lion(std::vector<Segment>& segments, const Tensor& hyper) {
   fill(segments, hyper, kLionColumns, lion_factors);
   run(kernels().lion, segments);
+}
+
+void run_sgd(std::vector<Segment>& segments, const Tensor& hyper, bool nesterov) {
+  const double* row = rows_of(hyper, segments.size(), kSgdColumns);
+  for (Segment& segment : segments) {
+    sgd_factors(row, segment.factor);
+    segment.option[0] = nesterov;
+    segment.option[1] = row[kSgdFresh] != 0;
+    row += kSgdColumns;
+  }
+  run(kernels().sgd, segments);
+}
+
+}  // namespace
+
+void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors copies, Tensor hyper,
+          bool decoupled) {
+  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, exp_avg_sqs, copies);
+  run_adam(segments, hyper, decoupled);
+}
+
+void lion(Tensors params, Tensors grads, Tensors exp_avgs, Tensors copies, Tensor hyper) {
+  std::vector<Segment> segments = segments_of(params, grads, exp_avgs, {}, copies);
+  run_lion(segments, hyper);
 }
 
 void adagrad(Tensors params, Tensors grads, Tensors sums, Tensors copies, Tensor hyper) {
@@ -83,14 +128,25 @@ void adagrad(Tensors params, Tensors grads, Tensors sums, Tensors copies, Tensor
 
 void sgd(Tensors params, Tensors grads, Tensors buffers, Tensors copies, Tensor hyper, bool nesterov) {
   std::vector<Segment> segments = segments_of(params, grads, buffers, {}, copies);
-  const double* row = rows_of(hyper, segments.size(), kSgdColumns);
-  for (Segment& segment : segments) {
-    sgd_factors(row, segment.factor);
-    segment.option[0] = nesterov;
-    segment.option[1] = row[kSgdFresh] != 0;
-    row += kSgdColumns;
-  }
-  run(kernels().sgd, segments);
+  run_sgd(segments, hyper, nesterov);
+}
+
+void adam8(Tensors params, Tensors grads, Tensors exp_avg_codes, Tensors exp_avg_scales, Tensors exp_avg_sq_codes,
+           Tensors exp_avg_sq_scales, Tensors copies, Tensor hyper, bool decoupled) {
+  std::vector<Segment> segments = coded_segments_of(params, grads, exp_avg_codes, exp_avg_scales, exp_avg_sq_codes,
+                                                    exp_avg_sq_scales, copies);
+  run_adam(segments, hyper, decoupled);
+}
+
+void lion8(Tensors params, Tensors grads, Tensors exp_avg_codes, Tensors exp_avg_scales, Tensors copies, Tensor hyper) {
+  std::vector<Segment> segments = coded_segments_of(params, grads, exp_avg_codes, exp_avg_scales, {}, {}, copies);
+  run_lion(segments, hyper);
+}
+
+void sgd8(Tensors params, Tensors grads, Tensors buffer_codes, Tensors buffer_scales, Tensors copies, Tensor hyper,
+          bool nesterov) {
+  std::vector<Segment> segments = coded_segments_of(params, grads, buffer_codes, buffer_scales, {}, {}, copies);
+  run_sgd(segments, hyper, nesterov);
 }
 
 Tensor lamb_direction(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensor hyper) {

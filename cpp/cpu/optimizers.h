@@ -19,6 +19,10 @@ inline void fetch_segment(const Segment& s, int64_t at, int64_t n) {
 // Runs `update(parameter, gradient, first, second, n)` tile by tile, in float32.
 template <class Update>
 inline void by_tiles(const Segment& s, int64_t begin, int64_t end, const Update& update) {
+  if (s.first_codes.codes) {
+    by_blocks(s, begin, end, update);
+    return;
+  }
   alignas(64) Tiles scratch;
   for (int64_t at = begin; at < end; at += kUpdateTile) {
     const int64_t n = smaller(kUpdateTile, end - at);

@@ -24,6 +24,27 @@ enum class Optimizer { adam, lion, adagrad, sgd, lamb_apply };
 
 cudaError_t optimize(Optimizer kind, std::vector<Segment>& segments, cudaStream_t stream);
 
+// A state in 8 bits (see ../dynamic_map.h), or nothing.
+struct Codes {
+  uint8_t* codes;
+  float* scales;
+};
+
+// As `Segment`, with states in 8 bits.
+struct CodedSegment {
+  float* parameter;
+  void *gradient, *copy;
+  Codes first, second;
+  int64_t numel;
+  float factor[8];
+  Type gradient_type, copy_type;
+  uint8_t lead;  // 0: chunks begin where blocks of codes do
+  bool option[2];
+};
+
+// Adam, Lion and SGD with momentum.
+cudaError_t optimize_coded(Optimizer kind, const std::vector<CodedSegment>& segments, cudaStream_t stream);
+
 // One number for each chunk of each item; 0 for an item without elements.
 int64_t chunk_count(const std::vector<int64_t>& numels);
 

@@ -77,6 +77,7 @@ def test_it_registers_every_op(library: Path, tmp_path: Path) -> None:
     ("name", "expected"),
     [
         ("optimizers", {"div.rn.f32", "sqrt.rn.f32"}),
+        ("coded_optimizers", {"div.rn.f32", "sqrt.rn.f32"}),
         ("normalization", {"div.rn.f32", "div.rn.f64", "sqrt.rn.f64"}),
         ("activation", {"rcp.rn.f32", "mul.rn.f32"}),
         ("softmax", {"rcp.rn.f64", "mul.rn.f32"}),

@@ -46,6 +46,7 @@ OPTIMIZERS = (
 )
 LAYERS = ("normalization", "bias", "softmax", "quantization")
 EXACT = "not compile and not opcheck"
+CODED = "reference_give_the_same_bits or pieces"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,11 @@ def test_gelu_has_the_bits_of_the_cpu_kernels(environment: dict[str, str]) -> No
 
 
 def test_the_tests_of_the_cpu_kernels_pass(environment: dict[str, str]) -> None:
-    names = {**dict.fromkeys(("optimizer", "multi_tensor"), OPTIMIZERS), **dict.fromkeys(LAYERS, EXACT)}
+    names = {
+        **dict.fromkeys(("optimizer", "multi_tensor"), OPTIMIZERS),
+        **dict.fromkeys(LAYERS, EXACT),
+        "coded_optimizer": CODED,
+    }
     wanted = " or ".join(f"(test_{name}_ops and {which})" for name, which in names.items())
     files = [str(ROOT / "tests" / "ops" / f"test_{name}_ops.py") for name in names]
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", wanted]

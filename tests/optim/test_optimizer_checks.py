@@ -243,5 +243,7 @@ def test_states_in_blocks_are_refused_whatever_the_trial_finds() -> None:
     for declared in ((), ("OfFewBits",)):
         with pytest.raises(TypeError, match=r"of 8 bits, with a scale for each block.*matrix_optimizers=\['OfFewBits'"):
             check_elementwise(OfFewBits(net().parameters(), 8), declared)
+        with pytest.raises(TypeError, match=r"with the setting optimizer: \{state_bits: 8\}"):
+            check_elementwise(OfFewBits(net().parameters(), 8), declared)
     check_elementwise(OfFewBits(net().parameters(), 8), whole=True)
     check_elementwise(OfFewBits(net().parameters(), 32))

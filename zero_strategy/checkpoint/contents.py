@@ -33,6 +33,8 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
 from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES, blocks_within
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.nested_state import flattened
@@ -180,7 +182,8 @@ class OptimizerTable:
         kinds: State kind -> parameter name -> dtype.
         scalars: Parameter name -> key -> number.
         scalar_dtypes: Key -> dtype name, for numbers that the optimizer keeps as 0-d tensors.
-        shapes: State kind -> parameter name -> shape, where that is not the parameter's.
+        shapes: State kind -> parameter name -> shape, where that is not the parameter's: of scales, and of states of
+            parameters that lie whole on a rank.
     """
 
     kinds: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
@@ -251,11 +254,13 @@ class LiveState:
     Attributes:
         shape: Of its piece.
         whole: The piece is the whole parameter, so that any state of it can be stored.
+        numel: Elements of the whole parameter.
         values: Live ones, by kind; lists and tuples taken apart.
     """
 
     shape: torch.Size
     whole: bool
+    numel: int
     values: Mapping[str, Any]
 
 
@@ -270,7 +275,8 @@ def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
         piece = sharded.piece(parameter)
         if piece is not None:
             whole = piece.numel() == parameter.numel() and not is_dtensor(parameter)
-            found[names[id(parameter)]] = LiveState(piece.shape, whole, flattened(sharded.state.get(piece, {})))
+            values = flattened(sharded.state.get(piece, {}))
+            found[names[id(parameter)]] = LiveState(piece.shape, whole, parameter.numel(), values)
     return found
 
 
@@ -294,6 +300,9 @@ def own_table(engine: TrainState, sharded: ShardedOptimizer, states: States) -> 
                 if value.dtype not in dtypes:
                     dtypes[value.dtype] = str(value.dtype).removeprefix("torch.")
                 table.scalar_dtypes[key] = dtypes[value.dtype]
+            elif isinstance(value, Tensor) and key in SCALES:
+                table.kinds.setdefault(key, {})[name] = value.dtype
+                table.shapes.setdefault(key, {})[name] = (blocks_of(state.numel),)
             elif isinstance(value, (Tensor, OffloadedPart)) and value.shape == state.shape:
                 table.kinds.setdefault(key, {})[name] = value.dtype
             elif isinstance(value, Tensor) and state.whole:
@@ -359,9 +368,8 @@ def pieces_of(
         for kind, dtypes in table.kinds.items():
             own = table.shapes.get(kind, {})
             divided = {name: dtype for name, dtype in dtypes.items() if name not in own}
-            for state in chain(
-                _whole_states(engine, states, kind, own), _state_pieces(engine, states, kind, divided, values_of)
-            ):
+            of_own_shape = (_scales if kind in SCALES else _whole_states)(engine, states, kind, own)
+            for state in chain(of_own_shape, _state_pieces(engine, states, kind, divided, values_of)):
                 yield (str(number), kind), state
 
 
@@ -410,6 +418,17 @@ def _whole_states(engine: TrainState, states: States, kind: str, own: Collection
             name = bucket.names[piece.index]
             if name in own and piece.start == 0 < piece.stop:
                 yield Piece(name, 0, states[name].values[kind].detach().reshape(-1).contiguous())
+
+
+def _scales(engine: TrainState, states: States, kind: str, own: Collection[str]) -> Iterator[AnyPiece]:
+    """Scales of states of 8 bits; each is written by the rank that writes the first element of its block."""
+    for bucket in engine.model.buckets if own else ():
+        for piece in bucket.slice_pieces:
+            name = bucket.names[piece.index]
+            first, stop = blocks_within(piece.start, piece.stop)
+            if name in own and first < stop:
+                held, _ = blocks_within(bucket.piece_of[piece.index].start, piece.stop)
+                yield Piece(name, first, states[name].values[kind][first - held : stop - held])
 
 
 def _state_pieces(

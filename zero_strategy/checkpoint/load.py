@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
+from zero_strategy.checkpoint.coded_states import Conversion, StatesOfOtherBits, dtypes_here
 from zero_strategy.checkpoint.contents import MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import AVERAGE
@@ -27,6 +28,8 @@ from zero_strategy.checkpoint.reader import StateReader, Wanted, average_buffers
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.nested_state import nested
 from zero_strategy.runtime.terminal import is_shown, progress
@@ -342,6 +345,7 @@ def load_optimizers(engine: TrainState, reader: StateReader, changing: AbstractC
     names = {id(p): name for name, p in engine.model.names()}
     elsewhere = _elsewhere(engine, names)
     wanted: list[Wanted] = []
+    conversions: list[Conversion] = []
 
     def want() -> None:
         if engine.average is not None:
@@ -356,14 +360,20 @@ def load_optimizers(engine: TrainState, reader: StateReader, changing: AbstractC
                 for parameter in group["params"]:
                     name = names[id(parameter)]
                     source = (reader, str(number), available, dtypes)
-                    wanted.extend(_load_state(engine, sharded, parameter, name, *source, group))
+                    wanted.extend(_load_state(engine, sharded, parameter, name, *source, group, conversions))
+
+    def read() -> None:
+        _read(engine, reader, wanted, "optimizer state")
+        for convert in conversions:
+            convert()
+        conversions.clear()
 
     with changing:
         with torch.no_grad():
             together(engine.mesh.world_group.control, engine.model.invalidate_unsharded)
             together(engine.mesh.world_group.control, want)
             with supplied(engine, reader, wanted):
-                together(engine.mesh.world_group.control, lambda: _read(engine, reader, wanted, "optimizer state"))
+                together(engine.mesh.world_group.control, read)
 
             # They gather: in one order on all ranks, the last begun before the first is waited for.
             for work in [bucket.publish() for bucket in engine.model.buckets]:
@@ -491,7 +501,7 @@ def _check_groups(
 def _set_groups(sharded: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(sharded.optimizer.param_groups, stored, strict=True):
         for key, value in values.items():
-            if key != "params":
+            if key not in ("params", "state_bits"):  # in what form states are kept is this run's choice
                 old = group.get(key)
                 # A tensor stays one, on its device: capturable optimizers need that.
                 if isinstance(old, Tensor):
@@ -547,7 +557,8 @@ def _check_state_shapes(
         if name in specs and sharded.piece(parameter) is not None:
             stored = tuple(specs[name].shape)
             if not _has_own_shape(sharded, parameter, kind, stored):
-                _check_shape(name, stored, tuple(parameter.shape))
+                wanted = (blocks_of(parameter.numel()),) if kind in SCALES else tuple(parameter.shape)
+                _check_shape(name, stored, wanted)
 
 
 def _has_own_shape(sharded: ShardedOptimizer, parameter: nn.Parameter, kind: str, stored: tuple[int, ...]) -> bool:
@@ -585,8 +596,12 @@ def _load_state(
     available: Mapping[str, Mapping[str, TensorSpec]],
     scalar_dtypes: Mapping[str, str],
     group: Mapping[str, Any],
+    conversions: list[Conversion],
 ) -> list[Wanted]:
-    """Gives a parameter its state; the tensors are filled when what is returned has been read."""
+    """Gives a parameter its state; the tensors are filled when what is returned has been read.
+
+    A state that has other bits in the checkpoint is filled by what is added to `conversions`.
+    """
     piece = sharded.piece(parameter)
     place = engine.model.place(parameter)
     assert place is not None
@@ -594,6 +609,7 @@ def _load_state(
     scalars = _scalars(reader, number, name, scalar_dtypes, group, parameter.device)
     if piece is None:  # other ranks have it, and this one knows of it
         kinds = {kind: specs[name].dtype for kind, specs in available.items() if name in specs}
+        kinds = dtypes_here(kinds, coded=sharded.coded(parameter))
         elsewhere = {
             kind: torch.empty(0, dtype=dtype, device=parameter.device)
             for kind, dtype in kinds.items()
@@ -605,8 +621,12 @@ def _load_state(
     cut = bucket.piece_of[index]
     values: dict[str, Any] = {}
     wanted: list[Wanted] = []
+    other = StatesOfOtherBits(sharded, parameter, cut, {kind for kind, specs in available.items() if name in specs})
     for kind, specs in available.items():
         if name not in specs:
+            continue
+        if other.takes(kind):
+            wanted.append(other.want(name, number, kind, specs[name].dtype))
             continue
         stored = tuple(specs[name].shape)
         if _has_own_shape(sharded, parameter, kind, stored):
@@ -632,8 +652,9 @@ def _load_state(
             wanted.extend(want(out=state))
             values[kind] = state.view(piece.shape)
     values.update(scalars)
-    if values:
+    if values or other.conversion is not None:
         sharded.set_state_of(parameter, nested(values))
+    conversions.extend(() if other.conversion is None else [other.conversion])
     return wanted
 
 

@@ -31,6 +31,7 @@ from zero_strategy.config.schema import (
     LossScaleConfig,
     MeshConfig,
     OffloadConfig,
+    OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
     UnitsConfig,
@@ -91,6 +92,7 @@ class ZeroSettings(TypedDict, total=False):
         mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
         communication: What ranks send each other.
         precision: Dtypes of master weights and gradients. (That of the computation is the framework's `precision`.)
+        optimizer: In what form states of optimizers are kept: `{"state_bits": 8}`.
         gradient_reduction: `per_step` or `per_micro_batch`.
         uneven_batches: Ranks that run out of batches before others: `error`, `join` or `join_active`.
         prefetch: Units that are gathered ahead under stage 3.
@@ -120,6 +122,7 @@ class ZeroSettings(TypedDict, total=False):
     mesh: MeshConfig | dict[str, Any] | None
     communication: CommunicationConfig | dict[str, Any] | None
     precision: PrecisionConfig | dict[str, Any] | None
+    optimizer: OptimizerConfig | dict[str, Any] | None
     gradient_reduction: str | None
     uneven_batches: str | None
     prefetch: int | None

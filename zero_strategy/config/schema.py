@@ -105,6 +105,21 @@ class PrecisionConfig(Section):
 
 
 @dataclass
+class OptimizerConfig(Section):
+    """Form of the states of optimizers. The optimizer and its hyper-parameters are your code's."""
+
+    prefix: ClassVar[str] = "optimizer."
+
+    state_bits: int = field(default=32, metadata=one_of(8, 32))
+    """Bits of the moments of AdamW, Adam and Lion and of the momentum of SGD. 8: codes with a scale for each block of
+    256 elements of a parameter, a quarter of the memory; the same bits at every number of ranks. Parameters of fewer
+    than 4096 elements keep 32."""
+
+    keep_32_bits: list[str] = field(default_factory=list, metadata=non_empty())
+    """fnmatch patterns of the names of parameters whose states keep 32 bits, such as ``["*embed*"]``."""
+
+
+@dataclass
 class LossScaleConfig(Section):
     """Dynamic loss scaling, in use where the framework trains in fp16."""
 
@@ -446,6 +461,9 @@ class ZeroConfig(Section):
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Precision in which state is kept and summed."""
 
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """In what form states of optimizers are kept."""
+
     gradient_reduction: str | None = field(default=None, metadata=one_of("per_step", "per_micro_batch"))
     """When gradients are reduced across ranks. None: derived, ``per_step`` for stages 0 and 1 (fewest bytes
     sent), ``per_micro_batch`` for 2 and 3 (no rank holds all gradients)."""
@@ -529,11 +547,28 @@ class ZeroConfig(Section):
                 f"offload.parameters is {self.offload.parameters!r} at stage {self.stage}, where parameters are whole "
                 "on the device; use stage: 3, or offload.parameters: none"
             )
+        if self.optimizer.state_bits == 8:
+            self._check_state_bits()
         if self.communication.parameters == "delta" and self.stage not in (1, 2):
             raise ValueError(
                 f"communication.parameters is 'delta' at stage {self.stage}: only stages 1 and 2 gather parameters "
                 "after a step, of which all ranks hold the former values; use one of them, or 'values'"
             )
+
+    def _check_state_bits(self) -> None:
+        """Raise if another setting has no place for states of 8 bits."""
+        for key, wrong, why in (
+            ("fused_optimizers", not self.fused_optimizers, "steps that are left to torch have no such states"),
+            ("mesh.tensor", (self.mesh.tensor or 1) > 1, "blocks are those of whole parameters"),
+            ("matrix_optimizers", self.matrix_optimizers, "optimizers of whole matrices have no such states"),
+            ("matrix_parameters", self.matrix_parameters, "optimizers of whole matrices have no such states"),
+            ("offload.optimizer_ratio", self.offload.optimizer_ratio != 1.0, "scales are not divided between tiers"),
+        ):
+            if wrong:
+                value = self.mesh.tensor if key == "mesh.tensor" else dict(self.settings())[key].value
+                raise ValueError(
+                    f"optimizer.state_bits is 8, and {key} is {value!r}: {why}; leave one of the two at its default"
+                )
 
     @property
     def deepspeed(self) -> DeepSpeedSettings | None:

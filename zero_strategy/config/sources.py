@@ -237,6 +237,10 @@ def unknown_key(root: type[Section], section: type[Section], name: str, origin: 
     if owned is not None:
         return owned
     meant = _nearest(root, section, name)
+    # A mapping under this name is likelier meant for the optimizer itself: we have the form of its states alone.
+    if section.prefix == "optimizer." and not (meant or "").startswith(section.prefix):
+        owned = owned_key(root, "optimizer", origin) or ""
+        return f"{owned}. Settings of ours there: {', '.join(field.name for field, _ in typed_fields(section))}"
     if meant is None:
         names = ", ".join(field.name for field, _ in typed_fields(section))
         place = f"'{section.prefix[:-1]}'" if section.prefix else "the config"

@@ -52,6 +52,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.config import PrecisionConfig
+from zero_strategy.fsdp.state_bits import lies_apart_by_bits
 from zero_strategy.quantized.scales import keeps_dtype
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ def build_layout(
     *,
     whole: bool = False,
     turn: int = 0,
+    block: int = 1,
 ) -> BucketLayout:
     """Lay parameters of one dtype out in one bucket.
 
@@ -253,13 +255,14 @@ def build_layout(
         replicas: Ranks that hold the same slice; each slice divides evenly among them as well.
         whole: Each parameter lies inside of one slice; segments are then in the order of their elements.
         turn: See `layout.pack`.
+        block: Elements that are not to be divided: parameters and slices begin at multiples of it (a power of 2).
 
     Raises:
         ValueError: If a name occurs twice.
     """
     if len({name for name, _ in named_shapes}) != len(named_shapes):
         raise ValueError(f"a parameter name occurs twice in one bucket: {[name for name, _ in named_shapes]}")
-    align = max(1, ALIGN_BYTES // itemsize)
+    align = max(1, ALIGN_BYTES // itemsize, block)
     # A single slice holds all parameters whole as they come.
     if whole and world_size > 1:
         sizes = [round_up(math.prod(shape), align) for _, shape in named_shapes]
@@ -583,6 +586,8 @@ def _common(owners: Sequence[str], units: Sequence[str]) -> str:
 def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], trainable: bool) -> bool:
     """True if a parameter is to share no bucket but with its like: a trained matrix that the settings ask for.
 
+    So is one whose optimizer states have 8 bits, where they are in a tier.
+
     With `matrix_optimizers`, patterns choose parameters of any dimensions, such as vectors of which norms are taken.
 
     Args:
@@ -593,6 +598,8 @@ def lies_apart(config: ZeroConfig, unit: str, name: str, shape: Sequence[int], t
         trainable: Whether it is trained.
     """
     patterns = config.matrix_parameters
+    if trainable and lies_apart_by_bits(config, name, math.prod(shape)):
+        return True
     # At stage 0 every rank owns all elements, and so whole matrices; no optimizer steps on frozen ones.
     if not (config.matrix_optimizers or patterns) or config.stage == 0 or not trainable:
         return False

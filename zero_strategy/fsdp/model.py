@@ -48,6 +48,7 @@ from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import SideStream, Watcher
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.skipped_layers import SkippedLayers
+from zero_strategy.fsdp.state_bits import block_of
 from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
@@ -487,7 +488,8 @@ class ShardedModel:
         for unit, dtype, whole, named in ((spec, *bucket) for spec in specs for bucket in self._buckets_of(spec)):
             shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
             turn = self._turns[unit.name]
-            layout = build_layout(shapes, dtype.itemsize, self.mesh.shard_size, replicas, whole=whole, turn=turn)
+            ways, block = self.mesh.shard_size, block_of(self.config)
+            layout = build_layout(shapes, dtype.itemsize, ways, replicas, whole=whole, turn=turn, block=block)
             first, trainable = layout.segments[0].name, named[0][1].requires_grad
             if self._parameter_store is not None:
                 spec = VectorSpec(layout.slice_numel, dtype)
@@ -530,6 +532,7 @@ class ShardedModel:
                 shard_store=self._parameter_store,
                 whole=whole,
                 turn=self._turns[spec.name],
+                block=block_of(self.config),
             )
             for dtype, whole, named in self._buckets_of(spec)
             for kept in [any(id(parameter) in real for _, parameter in named)]

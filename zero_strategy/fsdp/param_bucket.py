@@ -73,7 +73,7 @@ class ParameterBucket:
         blank: The parameters' values are about to be loaded: do not look at the present ones.
         store: Where the master copy is kept; None: in memory.
         shard_store: Where the own slice is kept (sharded parameters); None: in memory.
-        whole, turn: See `build_layout`.
+        whole, turn, block: See `build_layout`.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -112,12 +112,13 @@ class ParameterBucket:
         shard_store: ChunkStore | None = None,
         whole: bool = False,
         turn: int = 0,
+        block: int = 1,
     ) -> None:
         self.mesh, self.placement, self.dtype, self.whole = mesh, placement, dtype, whole
         parts = {name: part_of(parameter, mesh.tensor.rank) for name, parameter in named_parameters}
         shapes = [(name, part.local_shape) for name, part in parts.items()]
         self.layout: BucketLayout = build_layout(
-            shapes, dtype.itemsize, mesh.shard_size, self._replicas, whole=whole, turn=turn
+            shapes, dtype.itemsize, mesh.shard_size, self._replicas, whole=whole, turn=turn, block=block
         )
         # From here on in the order of the segments, which is another one where parameters stay whole.
         by_name = dict(named_parameters)

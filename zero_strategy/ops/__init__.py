@@ -5,6 +5,7 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 
 from __future__ import annotations
 
+from zero_strategy.ops.coded_optimizers import adam8_, lion8_, sgd8_
 from zero_strategy.ops.fused_layers import (
     bias_dropout_residual,
     bias_gelu,
@@ -52,6 +53,9 @@ __all__ = [
     "lamb_direction_",
     "lamb_apply_",
     "lamb_rates",
+    "adam8_",
+    "lion8_",
+    "sgd8_",
     "grad_stats",
     "stats_on_host",
     "stats_to_host",

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.ops.library import lacks_kernels
-from zero_strategy.optim.fused import Segment, UpdateRule, rule_in_memory
+from zero_strategy.optim.fused import Segment, UpdateRule, rule_for, rule_in_memory
 from zero_strategy.optim.grad_norm import Shard
 from zero_strategy.optim.muon import MuonAdamW, muon_groups
 from zero_strategy.optim.optimizer_checks import check_elementwise, check_matrices, is_matrix_optimizer
 from zero_strategy.optim.pieces import Row
+from zero_strategy.optim.state_bits_check import wants_codes
 from zero_strategy.optim.step_method import PieceStep, SteppedOptimizer
 from zero_strategy.optim.streamed import Update
 
@@ -55,6 +56,8 @@ class ElementwiseStep(PieceStep):
         if not self.sharded.pieces.all_float32():
             return None
         buckets = self.model.buckets
+        if wants_codes(optimizer, self.model):
+            return rule_for(optimizer, any_implementation=True)
         return rule_in_memory(
             optimizer,
             fused_optimizers=self.model.config.fused_optimizers,
@@ -155,7 +158,6 @@ def segments_of(updates: Sequence[Update]) -> list[Segment]:
     for update in updates:
         row, piece, gradient = update.row, update.piece, update.gradient
         assert isinstance(gradient, Tensor) and row.values is not None
-        found.append(
-            Segment(update.group, row.values, gradient, update.state, piece, row.copy, update.factor, row.parameter)
-        )
+        own = update.group, row.values, gradient, update.state, piece, row.copy, update.factor, row.parameter
+        found.append(Segment(*own, coded=update.coded))
     return found

@@ -19,6 +19,7 @@ from zero_strategy.fsdp.dtensor import local_values, whole_of
 from zero_strategy.fsdp.grad_view import assemble_segment
 from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.optim.coded_state import SCALES, gathered, spread, value_of
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.runtime.nested_state import flattened, nested
 
@@ -33,7 +34,9 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
         local: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(bucket.parameters):
             if id(parameter) in held and (state := sharded.state_of(parameter)):
-                local[index] = flattened(state)
+                local[index] = {
+                    key: _by_element(key, value, sharded.piece(parameter)) for key, value in flattened(state).items()
+                }
         pieces = {index: sharded.piece(bucket.parameters[index]) for index in local}
         summary = {
             index: {key: _describe(value, pieces[index]) for key, value in state.items()}
@@ -53,11 +56,19 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
                 if keys.get(key, ("",))[0]:
                     segment = bucket.layout.segments[index]
                     values = flat[segment.offset : segment.stop].view(segment.shape)
-                    whole[index][key] = whole_of(bucket.parameters[index], values).to("cpu", copy=True)
+                    found = whole_of(bucket.parameters[index], values).to("cpu", copy=True)
+                    whole[index][key] = gathered(found) if key in SCALES else found
         for index, keys in merged.items():
             whole[index].update({key: value for key, (dtype, value) in keys.items() if not dtype})
             order = list(keys)
             yield bucket.parameters[index], nested({key: whole[index][key] for key in order})
+
+
+def _by_element(key: str, value: Any, piece: Tensor | None) -> Any:
+    """A state, with a value for each element of the piece where it has one for each block."""
+    if key in SCALES and isinstance(value, Tensor) and piece is not None:
+        return spread(value, piece.numel()).view(piece.shape)
+    return value
 
 
 def _describe(value: Any, piece: Tensor | None) -> tuple[str, Any]:
@@ -123,12 +134,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The full optimizer state `optim_state_key` ("exp_avg", ...), or None before the first step.
 
+    A state of 8 bits is given as the float32 numbers that its codes stand for; codes and scales have keys of their own.
+
     Raises:
         ValueError: If no attached optimizer holds `param`.
     """
     model, bucket, index = _find(param)
     holder = _holder(model, param)
-    value = holder.state_of(param).get(optim_state_key)
+    value = _by_element(optim_state_key, value_of(holder.state_of(param), optim_state_key), holder.piece(param))
     mine = None if value is None else _describe(value, holder.piece(param))
     known = [found for found in model.mesh.control.all_gather_objects(mine) if found is not None]
     if not known:
@@ -136,7 +149,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     dtype, scalar = known[0]
     if not dtype:
         return scalar if isinstance(scalar, Tensor) else torch.tensor(scalar)
-    return _whole(bucket, index, None if value is None else value.reshape(-1), getattr(torch, dtype))
+    found = _whole(bucket, index, None if value is None else value.reshape(-1), getattr(torch, dtype))
+    return gathered(found) if optim_state_key in SCALES else found
 
 
 @torch.no_grad()
@@ -249,7 +263,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         ValueError: If no attached optimizer holds `param`.
     """
     model, bucket, index = _find(param)
-    value = _holder(model, param).state_of(param).get(optim_state_key)
+    value = value_of(_holder(model, param).state_of(param), optim_state_key)
     if value is None:
         return None if bucket.piece_of.get(index) is not None else torch.empty(0, device=param.device)
     return value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy import ops
+from zero_strategy.fsdp.state_bits import is_coded
+from zero_strategy.optim.coded_state import codes_key, fresh, in_form, is_coded_key, scale_key
 from zero_strategy.runtime.torch_private import foreach_add_
 
 Combine = Callable[[Sequence["Segment"], Tensor], Tensor]
@@ -45,6 +47,7 @@ class Segment:
         scale: What the gradient is multiplied by first.
         owner: The parameter of which this is a piece, or None.
         like: Has the shape and strides that the state's tensors take.
+        coded: States that can have 8 bits have them; a piece then begins at a block of its parameter.
     """
 
     group: dict[str, Any]
@@ -55,6 +58,7 @@ class Segment:
     copy: Tensor | None = None
     scale: float = 1.0
     owner: Tensor | None = None
+    coded: bool = False
 
 
 class UpdateRule:
@@ -62,9 +66,16 @@ class UpdateRule:
 
     Attributes:
         elementwise: Its update of some parameters may be taken apart from that of others.
+        coded_states: Per-element states that can have 8 bits (`optim.coded_state`).
     """
 
     elementwise: ClassVar[bool] = True
+    coded_states: ClassVar[tuple[str, ...]] = ()
+    _codes_keys: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._codes_keys = tuple(map(codes_key, cls.coded_states))
 
     def refuses(self, group: dict[str, Any]) -> str | None:
         """Why a group's options are beyond this rule, or None."""
@@ -85,8 +96,29 @@ class UpdateRule:
             scale: What gradients are multiplied by first.
             combine: For rules with per-parameter norms: how pieces of one parameter are added up.
         """
+        for segment in segments:
+            self._settle_form(segment)
         for part in _uniform(segments):
             self._update(part, scale, combine)
+
+    def _settle_form(self, segment: Segment) -> None:
+        """Bring a state that was loaded with other bits into the form that it is to have."""
+        state = segment.state
+        others = self.coded_states if segment.coded else self._codes_keys
+        if not state.keys().isdisjoint(others):
+            formed = in_form(state, self.coded_states, coded=segment.coded)
+            state.clear()
+            state.update(formed)
+
+    def coded_vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]]:
+        """`vectors` of a parameter whose states have 8 bits; scales are no such vectors."""
+        known = self.vectors(group) or {}
+        return {
+            codes_key(key) if key in self.coded_states else key: (torch.uint8, 0.0)
+            if key in self.coded_states
+            else form
+            for key, form in known.items()
+        }
 
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         raise TypeError(f"{type(self).__name__} has no update")
@@ -101,7 +133,7 @@ def _uniform(segments: Iterable[Segment]) -> Iterable[list[Segment]]:
         if (form := forms.get(id(group))) is None:
             flags = (group.get("decoupled_weight_decay"), group.get("nesterov"), bool(group.get("momentum")))
             form = forms[id(group)] = flags
-        lists.setdefault((segment.param.device, segment.copy is None, form), []).append(segment)
+        lists.setdefault((segment.param.device, segment.copy is None, segment.coded, form), []).append(segment)
     return lists.values()
 
 
@@ -198,8 +230,29 @@ def _moment(segment: Segment) -> Tensor:
     return torch.zeros_like(segment.like, dtype=_moment_dtype(segment.group))
 
 
+def _begin(segment: Segment, key: str) -> None:
+    """Make a state of zeros."""
+    if segment.coded:
+        segment.state[codes_key(key)], segment.state[scale_key(key)] = fresh(segment.like)
+    else:
+        segment.state[key] = _moment(segment)
+
+
+def _kept_as(segment: Segment, key: str) -> str:
+    """The key under which a state of a segment is."""
+    return codes_key(key) if segment.coded else key
+
+
+def _codes(segments: Sequence[Segment], key: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes and scales of one state of every segment."""
+    states = [segment.state for segment in segments]
+    return [state[codes_key(key)] for state in states], [state[scale_key(key)] for state in states]
+
+
 class AdamRule(UpdateRule):
     """Adam, or AdamW where the group says `decoupled_weight_decay`."""
+
+    coded_states = ("exp_avg", "exp_avg_sq")
 
     def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         """Two moments."""
@@ -207,22 +260,22 @@ class AdamRule(UpdateRule):
 
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
-            if "exp_avg" not in segment.state:
+            if _kept_as(segment, "exp_avg") not in segment.state:
                 _check_new(segment, "exp_avg")
                 # On the host and in float32, as torch's classes keep it, so that either takes the other's state.
                 segment.state["step"] = torch.tensor(0.0)
-                segment.state["exp_avg"] = _moment(segment)
-                segment.state["exp_avg_sq"] = _moment(segment)
-        ops.adam_(
-            [segment.param for segment in segments],
-            [segment.grad for segment in segments],
-            _states(segments, "exp_avg"),
-            _states(segments, "exp_avg_sq"),
-            _table(adam_rows(segments, scale)),
-            decoupled=bool(segments[0].group.get("decoupled_weight_decay")),
-            copies=_copies(segments),
-            check=False,  # Segments fit by construction; kernels refuse what would touch other memory
-        )
+                _begin(segment, "exp_avg")
+                _begin(segment, "exp_avg_sq")
+        params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
+        hyper, copies = _table(adam_rows(segments, scale)), _copies(segments)
+        decoupled = bool(segments[0].group.get("decoupled_weight_decay"))
+        # Without a check: segments fit by construction, and kernels refuse what would touch other memory.
+        if segments[0].coded:
+            moments, squares = _codes(segments, "exp_avg"), _codes(segments, "exp_avg_sq")
+            ops.adam8_(params, grads, moments, squares, hyper, decoupled=decoupled, copies=copies, check=False)
+            return
+        firsts, seconds = _states(segments, "exp_avg"), _states(segments, "exp_avg_sq")
+        ops.adam_(params, grads, firsts, seconds, hyper, decoupled=decoupled, copies=copies, check=False)
 
 
 def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
@@ -246,24 +299,24 @@ def adam_rows(segments: Sequence[Segment], scale: float) -> list[list[float]]:
 class LionRule(UpdateRule):
     """Lion."""
 
+    coded_states = ("exp_avg",)
+
     def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         """One moment."""
         return {"exp_avg": (_moment_dtype(group), 0.0)}
 
     def _update(self, segments: Sequence[Segment], scale: float, combine: Combine | None) -> None:
         for segment in segments:
-            if "exp_avg" not in segment.state:
+            if _kept_as(segment, "exp_avg") not in segment.state:
                 _check_new(segment, "exp_avg")
-                segment.state["exp_avg"] = _moment(segment)
+                _begin(segment, "exp_avg")
         rows = [[float(s.group["lr"]), *s.group["betas"], s.group["weight_decay"], _sign(s, scale)] for s in segments]
-        ops.lion_(
-            [segment.param for segment in segments],
-            [segment.grad for segment in segments],
-            _states(segments, "exp_avg"),
-            _table(rows),
-            copies=_copies(segments),
-            check=False,
-        )
+        params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
+        hyper, copies = _table(rows), _copies(segments)
+        if segments[0].coded:
+            ops.lion8_(params, grads, _codes(segments, "exp_avg"), hyper, copies=copies, check=False)
+        else:
+            ops.lion_(params, grads, _states(segments, "exp_avg"), hyper, copies=copies, check=False)
 
 
 class AdagradRule(UpdateRule):
@@ -297,6 +350,8 @@ class AdagradRule(UpdateRule):
 class SGDRule(UpdateRule):
     """SGD, with momentum where the group has it."""
 
+    coded_states = ("momentum_buffer",)
+
     def vectors(self, group: dict[str, Any]) -> dict[str, tuple[torch.dtype, float]] | None:
         """The momentum, if any."""
         return {"momentum_buffer": (_moment_dtype(group), 0.0)} if group["momentum"] else {}
@@ -307,20 +362,20 @@ class SGDRule(UpdateRule):
         for segment in segments:
             group = segment.group
             # The first momentum is the gradient itself, undamped, as torch has it; files of older torch may say None.
-            fresh = moving and segment.state.get("momentum_buffer") is None
-            if fresh:
-                segment.state["momentum_buffer"] = _moment(segment)
+            begins = moving and segment.state.get(_kept_as(segment, "momentum_buffer")) is None
+            if begins:
+                segment.state.pop("momentum_buffer", None)
+                _begin(segment, "momentum_buffer")
             momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
-            rows.append([float(group["lr"]), momentum, dampening, decay, float(fresh), _sign(segment, scale)])
-        ops.sgd_(
-            [segment.param for segment in segments],
-            [segment.grad for segment in segments],
-            _states(segments, "momentum_buffer") if moving else [],
-            _table(rows),
-            nesterov=bool(segments[0].group["nesterov"]),
-            copies=_copies(segments),
-            check=False,
-        )
+            rows.append([float(group["lr"]), momentum, dampening, decay, float(begins), _sign(segment, scale)])
+        params, grads = [segment.param for segment in segments], [segment.grad for segment in segments]
+        hyper, copies, nesterov = _table(rows), _copies(segments), bool(segments[0].group["nesterov"])
+        if moving and segments[0].coded:
+            buffers = _codes(segments, "momentum_buffer")
+            ops.sgd8_(params, grads, buffers, hyper, nesterov=nesterov, copies=copies, check=False)
+            return
+        states = _states(segments, "momentum_buffer") if moving else []
+        ops.sgd_(params, grads, states, hyper, nesterov=nesterov, copies=copies, check=False)
 
 
 class LambRule(UpdateRule):
@@ -373,15 +428,21 @@ _RULES: dict[type[Optimizer], UpdateRule] = {
 """Classes of `torch.optim` whose algorithm a rule has."""
 
 
+def rule_of_class(optimizer: Optimizer) -> UpdateRule | None:
+    """The rule with the algorithm of an optimizer's class, whatever its options are; None: there is none."""
+    # Torch's by the exact class: a subclass may have a step of its own.
+    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
+    return rule if isinstance(rule, UpdateRule) else None
+
+
 def rule_for(optimizer: Optimizer, *, any_implementation: bool = False, fused: bool = False) -> UpdateRule | None:
     """The rule that may take the optimizer's steps, or None.
 
     A group with `foreach` or `fused` set has chosen an implementation; it is left to it unless `any_implementation`.
     With `fused` a rule is an implementation of `fused=True`, too.
     """
-    # Torch's by the exact class: a subclass may have a step of its own.
-    rule = getattr(optimizer, "update_rule", None) or _RULES.get(type(optimizer))
-    if not isinstance(rule, UpdateRule):
+    rule = rule_of_class(optimizer)
+    if rule is None:
         return None
     for group in optimizer.param_groups:
         asked = group.get("fused")
@@ -461,6 +522,8 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _check_range(group)
+        if group.get("state_bits") == 8 and not self.update_rule.coded_states:
+            raise ValueError(f"state_bits is 8, and {type(self).__name__} keeps states of 32 bits alone")
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype not in (torch.float32, *_LOW):
                 raise TypeError(
@@ -491,6 +554,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         segments, written = [], []
+        self._apart: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
             refused = self.update_rule.refuses(group)
             if refused:
@@ -500,6 +564,9 @@ class FusedOptimizer(Optimizer):
                     segments.append(self._segment(group, parameter))
                     written.append(parameter)
         self.update_rule.update(segments, grad_scale)
+        for parameter, values in self._apart:
+            parameter.copy_(values)
+        self._apart.clear()
         if written:
             torch.autograd.graph.increment_version(written)  # a backward through the old values is an error
         return loss
@@ -509,12 +576,18 @@ class FusedOptimizer(Optimizer):
         assert gradient is not None
         if gradient.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes dense gradients; use SparseAdam, or sparse=False")
-        state = self.state[parameter]
+        state, coded = self.state[parameter], is_coded(group.get("state_bits"), 32, parameter.numel())
+        if coded and not parameter.is_contiguous():  # blocks are of elements in the order of the shape, not of memory
+            whole, parameter = parameter, parameter.detach().contiguous()
+            self._apart.append((whole, parameter))
         if parameter.dtype not in _LOW:
-            return Segment(group, in_memory_order(parameter), _ordered_as(parameter, gradient), state, parameter)
+            ordered = in_memory_order(parameter), _ordered_as(parameter, gradient)
+            return Segment(group, *ordered, state, parameter, coded=coded)
         if "master" not in state:
             # In the parameter's memory order: the kernels go through the memory of both, one element after the other.
             state["master"] = parameter.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
+        elif coded:
+            state["master"] = state["master"].contiguous()
         return Segment(
             group,
             in_memory_order(state["master"]),
@@ -522,26 +595,43 @@ class FusedOptimizer(Optimizer):
             state,
             like=parameter,
             copy=in_memory_order(parameter),
+            coded=coded,
         )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state; the float32 state of low-precision parameters stays float32, which torch would round.
 
-        A group whose saved options say nothing of `bias_correction`, as those of `torch.optim`, keeps its own.
+        A group whose saved options say nothing of `bias_correction`, as those of `torch.optim`, keeps its own. Each
+        group keeps its own `state_bits`: the next step brings states of others into that form.
         """
         # Taken before: torch replaces the groups by those of the file.
         before = [group.get("bias_correction") for group in self.param_groups]
+        bits = [group.get("state_bits") for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, corrected in zip(self.param_groups, before, strict=True):
             if corrected is not None:
                 group.setdefault("bias_correction", corrected)
+        for group, own_bits in zip(self.param_groups, bits, strict=True):
+            group.pop("state_bits", None)
+            if own_bits is not None:
+                group["state_bits"] = own_bits
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and is_coded_key(
+                    key
+                ):  # torch makes numbers of the parameter's dtype of it
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
             if parameter.dtype in _LOW and number in state_dict["state"]:
                 for key, value in state_dict["state"][number].items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+                    if (
+                        isinstance(value, Tensor)
+                        and value.is_floating_point()
+                        and key != "step"
+                        and not is_coded_key(key)
+                    ):
                         # Float16 becomes float32; bfloat16 may stay, since `moment_dtype` has it.
                         wide = value.to(parameter.device, torch.promote_types(value.dtype, torch.bfloat16), copy=True)
                         self.state[parameter][key] = wide
@@ -563,6 +653,9 @@ class FusedAdam(FusedOptimizer):
         maximize: Ascend.
         moment_dtype: "float32", or "bfloat16" to halve the moments' memory (rounded to nearest each step).
         bias_correction: False leaves the moments as they are, as BERT's Adam does: early steps are smaller.
+        state_bits: 8 for moments as codes, with a scale for each 256 elements, of parameters of 4096 elements or more
+            (`ops.dynamic_codes`); 32; None: as the engine's setting `optimizer.state_bits` says, else 32. May be set
+            for a param group.
     """
 
     update_rule = AdamRule()
@@ -579,10 +672,12 @@ class FusedAdam(FusedOptimizer):
         maximize: bool = False,
         moment_dtype: str = "float32",
         bias_correction: bool = True,
+        state_bits: int | None = None,
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         form = {"amsgrad": False, "decoupled_weight_decay": self._decoupled, "moment_dtype": moment_dtype}
-        super().__init__(params, {**options, **form, "bias_correction": bool(bias_correction)})
+        bits = _bits(state_bits)
+        super().__init__(params, {**options, **form, "bias_correction": bool(bias_correction), **bits})
 
 
 class FusedAdamW(FusedAdam):
@@ -601,8 +696,10 @@ class FusedAdamW(FusedAdam):
         maximize: bool = False,
         moment_dtype: str = "float32",
         bias_correction: bool = True,
+        state_bits: int | None = None,
     ) -> None:
         form: dict[str, Any] = {"moment_dtype": moment_dtype, "bias_correction": bias_correction}
+        form["state_bits"] = state_bits
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **form)
 
 
@@ -620,9 +717,11 @@ class FusedLion(FusedOptimizer):
         *,
         maximize: bool = False,
         moment_dtype: str = "float32",
+        state_bits: int | None = None,
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, {**options, "maximize": maximize, "moment_dtype": moment_dtype})
+        form = {"maximize": maximize, "moment_dtype": moment_dtype, **_bits(state_bits)}
+        super().__init__(params, {**options, **form})
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -660,11 +759,12 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        state_bits: int | None = None,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("nesterov=True needs a momentum and dampening=0")
         options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**options, "nesterov": nesterov, "maximize": maximize})
+        super().__init__(params, {**options, "nesterov": nesterov, "maximize": maximize, **_bits(state_bits)})
 
 
 class FusedLamb(FusedOptimizer):
@@ -696,6 +796,11 @@ def _ordered_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     return in_memory_order(gradient)
 
 
+def _bits(state_bits: int | None) -> dict[str, int]:
+    """The option as groups have it: not at all where nobody asks for it."""
+    return {} if state_bits is None else {"state_bits": state_bits}
+
+
 def _check_range(group: dict[str, Any]) -> None:
     bounds: dict[str, tuple[float, float]] = {"momentum": (0.0, 1.0)}
     for name in ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "momentum"):
@@ -707,3 +812,10 @@ def _check_range(group: dict[str, Any]) -> None:
             raise ValueError(f"betas[{index}] must be in [0, 1), not {beta}")
     if group.get("moment_dtype", "float32") not in ("float32", "bfloat16"):
         raise ValueError(f"moment_dtype must be 'float32' or 'bfloat16', not {group['moment_dtype']!r}")
+    bits = group.get("state_bits")
+    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int)):
+        raise TypeError(f"state_bits must be 8, 32 or None, not {bits!r}")
+    if bits not in (None, 8, 32):
+        raise ValueError(f"state_bits must be 8, 32 or None, not {bits}")
+    if bits == 8 and group.get("moment_dtype", "float32") != "float32":
+        raise ValueError("state_bits=8 codes the moments: leave moment_dtype at 'float32'")

@@ -20,6 +20,7 @@ from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec
+from zero_strategy.optim.coded_state import SCALES, codes_key, in_form
 from zero_strategy.optim.elementwise_step import why_opaque
 from zero_strategy.optim.fused import UpdateRule, rule_for
 from zero_strategy.optim.grad_norm import Shard
@@ -128,7 +129,7 @@ class OffloadedStep(PieceStep):
                 f"{self._why_not(rule)}. Elementwise optimizers of torch.optim can, and your own that are named in "
                 "elementwise_optimizers; with others use offload.optimizer: none"
             )
-        for bucket, _ in self._trained():
+        for bucket, _, _ in self._trained():
             if bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"offload.optimizer takes no {bucket.dtype} parameters ({bucket.names[0]!r})")
             if bucket.dtype != torch.float32 and not self.model.config.precision.master_weights:
@@ -142,13 +143,13 @@ class OffloadedStep(PieceStep):
         options = next((each for each in refused if each is not None), None)
         return options or reason_against(self.optimizer) or "its update may need more than the element it changes"
 
-    def _trained(self) -> Iterable[tuple[ParameterBucket, dict[str, Any]]]:
-        """Bucket and group of every parameter that may have a gradient; the same on all ranks."""
+    def _trained(self) -> Iterable[tuple[ParameterBucket, dict[str, Any], bool]]:
+        """Bucket and group of every parameter that may have a gradient, and if its states have 8 bits; on all ranks."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 place = self.model.place(parameter)
                 if place is not None and parameter.requires_grad:
-                    yield place[0], group
+                    yield place[0], group, self.sharded.coded(parameter)
 
     def prepare(self) -> None:
         """Take in parameters that were frozen, new groups and changed options. A collective.
@@ -177,9 +178,10 @@ class OffloadedStep(PieceStep):
         """
         wanted: dict[str, VectorSpec] = {}
         places: dict[str, tuple[int, str]] = {}
-        for bucket, group in self._trained():
+        for bucket, group, coded in self._trained():
+            kept = self._rule.coded_vectors(group) if coded else self._rule.vectors(group)
             known, numel = self._vectors.get(id(bucket), {}), bucket.owned.stop - bucket.owned.start
-            for key, (dtype, fill) in (self._rule.vectors(group) or {}).items():
+            for key, (dtype, fill) in (kept or {}).items():
                 name = f"{self._number}/{bucket.names[0]}/{key}"
                 spec = VectorSpec(numel, dtype, fill, bucket.device)
                 made = known.get(key)
@@ -210,7 +212,10 @@ class OffloadedStep(PieceStep):
         for update in updates:
             if isinstance(self._rule, OwnSteps):
                 self._rule.check_state(update.group, update.state)
+            self._settle_form(update)
             for key, value in update.state.items():
+                if key in SCALES:  # one for 256 elements: they stay in host memory
+                    continue
                 if is_per_element(value, update.piece.shape) and isinstance(value, Tensor):  # it was frozen until now
                     place = self.offloaded_place(update.bucket, update.cut, key, update.piece.shape)
                     assert place is not None
@@ -222,6 +227,14 @@ class OffloadedStep(PieceStep):
             # The first pass has updated the momenta: the second one neither reads nor writes them.
             vectors = {key: _without(each, [MOMENTUM]) for key, each in vectors.items()}
         self._step.run(self._rule, updates, vectors, scale)
+
+    def _settle_form(self, update: Update) -> None:
+        """Bring states that were set or loaded with other bits into the form that they are to have."""
+        keys, state = self._rule.coded_states, update.state
+        if not state.keys().isdisjoint(keys if update.coded else map(codes_key, keys)):
+            formed = in_form({key: as_tensor(value) for key, value in state.items()}, keys, coded=update.coded)
+            state.clear()
+            state.update(formed)
 
     def _orthogonal(
         self, updates: Sequence[Update], scale: float, orthogonaliser: Orthogonaliser, momenta: StreamedStep

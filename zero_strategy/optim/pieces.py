@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage, split_pieces
+from zero_strategy.fsdp.state_bits import is_coded, may_be_coded
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Row:
         cut: Its place among the bucket's owned elements; None likewise.
         values: The piece as a plain tensor; None likewise.
         copy: The low-precision values that follow the piece, if it is a master copy in memory.
+        state_bits: 8 or 32, as the config says of the parameter, for groups that do not say it.
     """
 
     parameter: nn.Parameter
@@ -43,6 +46,15 @@ class Row:
     cut: Piece | None
     values: Tensor | None
     copy: Tensor | None
+    state_bits: int = 32
+
+    def is_coded(self, group: dict[str, Any]) -> bool:
+        """True if states have 8 bits, in a param group with these options."""
+        asked = group.get("state_bits")
+        # Nearly all trainings have neither, and ask in each step.
+        if asked is None and self.state_bits == 32:
+            return False
+        return is_coded(asked, self.state_bits, self.parameter.numel())
 
 
 class Pieces:
@@ -173,7 +185,14 @@ class Pieces:
             copy = views[id(bucket)].get(index)
         values = None if piece is None else piece.detach()
         gradients = self._model.gradient_of(bucket)
-        return Row(parameter, bucket, index, gradients, piece, bucket.piece_of.get(index), values, copy)
+        bits = self.state_bits(parameter)
+        return Row(parameter, bucket, index, gradients, piece, bucket.piece_of.get(index), values, copy, bits)
+
+    def state_bits(self, parameter: nn.Parameter) -> int:
+        """Bits of a parameter's states, as the config says."""
+        config, (bucket, index) = self._model.config, self.bucket_and_index(parameter)
+        bits = config.optimizer.state_bits
+        return bits if bits == 32 or may_be_coded(config, bucket.names[index], parameter.numel()) else 32
 
     # ---- values that lie elsewhere ----
 

@@ -24,7 +24,10 @@ from torch.optim import Optimizer
 
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.state_bits import is_coded
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.ops.dynamic_codes import encode
+from zero_strategy.optim.coded_state import SIGNED, codes_key, scale_key
 from zero_strategy.optim.elementwise_step import ElementwiseStep, MatrixStep
 from zero_strategy.optim.fused import FusedOptimizer
 from zero_strategy.optim.grad_norm import OwnGradients
@@ -33,6 +36,7 @@ from zero_strategy.optim.muon_step import MuonStep
 from zero_strategy.optim.offloaded import OffloadedStep, as_tensor
 from zero_strategy.optim.optimizer_checks import reason_against
 from zero_strategy.optim.pieces import Pieces
+from zero_strategy.optim.state_bits_check import check_state_bits, wants_codes
 from zero_strategy.optim.state_book import StateBook, Unknown
 from zero_strategy.optim.state_mapping import EditLog, StateMapping
 from zero_strategy.optim.step_method import StepMethod
@@ -81,6 +85,7 @@ class ShardedOptimizer:
         self.pieces = Pieces(optimizer, model)
         # First of all: a parameter that is not the model's has no bucket, on which all that follows relies.
         self.pieces.check()
+        check_state_bits(optimizer, model)
         self.edits = EditLog()
         self.book = StateBook(self, self._sample_state)
         self._mapping = StateMapping(self)
@@ -109,6 +114,15 @@ class ShardedOptimizer:
     def piece(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's part of `parameter` as the optimizer sees it, flat and fp32 where a master copy is kept."""
         return self.pieces.of(parameter)
+
+    def coded(self, parameter: nn.Parameter) -> bool:
+        """True if the states of a parameter have 8 bits."""
+        if not wants_codes(self.optimizer, self.model):
+            return False
+        groups = self.optimizer.param_groups
+        lists = [group["params"] for group in groups] if self.pieces.full is None else self.pieces.full
+        group = next(g for g, each in zip(groups, lists, strict=True) if any(parameter is p for p in each))
+        return is_coded(group.get("state_bits"), self.pieces.state_bits(parameter), parameter.numel())
 
     def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None:
         """Place of a per-element state of this rank's piece of `parameter` in a tier; None: it is in memory."""
@@ -160,6 +174,7 @@ class ShardedOptimizer:
         """Before anything changes: reduce gradients, look at the groups, and agree on whether the step is taken."""
         self.model.reducer.settle()
         self.pieces.check()
+        check_state_bits(self.optimizer, self.model)
         self._method.check_groups()
         # Last, since it looks at reduced gradients, those that `no_sync` kept back among them.
         self.skip_next = self._declines(self) or self.skip_next
@@ -299,6 +314,11 @@ class ShardedOptimizer:
         piece = self.piece(parameter)
         assert piece is not None
         state = self.state.get(piece, {})
+        if key not in state and codes_key(key) in state:
+            codes, scale = encode(values.detach().float().contiguous(), signed=SIGNED[key])
+            self.write_state_of(parameter, codes_key(key), codes)
+            self.write_state_of(parameter, scale_key(key), scale)
+            return
         if key not in state:
             raise ValueError(f"no optimizer state {key!r} for this parameter; it has {sorted(state)}")
         if isinstance(state[key], OffloadedPart):

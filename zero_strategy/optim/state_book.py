@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES, SIGNED, blocks_within, in_form
 from zero_strategy.optim.sharded_value import ShardedValue, ValuePlace
 
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")
@@ -36,6 +38,8 @@ class PieceOwner(Protocol):
     def piece(self, parameter: nn.Parameter) -> nn.Parameter | None: ...
 
     def offloaded_place(self, parameter: nn.Parameter, key: str) -> OffloadedPart | None: ...
+
+    def coded(self, parameter: nn.Parameter) -> bool: ...
 
 
 @dataclass
@@ -146,7 +150,10 @@ class StateBook:
             group for group in self._owner.optimizer.param_groups if any(p is parameter for p in group["params"])
         )
         found: dict[str, Any] = {}
-        for key, value in self._form(group).items():
+        form = self._form(group)
+        if self._owner.coded(parameter):  # a trial's few elements have states of 32 bits
+            form = in_form(form, SIGNED, coded=True)
+        for key, value in form.items():
             if isinstance(value, Tensor) and value.dim():
                 found[key] = torch.empty(0, dtype=value.dtype, device=parameter.device)
             elif key == STEP:
@@ -215,6 +222,9 @@ class StateBook:
         Values without an entry per element are kept: a tensor copied, anything else as it is.
         """
         piece, place = self._owner.piece(parameter), self.place_of(parameter)
+        if key in SCALES and isinstance(value, Tensor) and value.numel() == blocks_of(parameter.numel()):
+            blocks = slice(*blocks_within(place.start, place.stop))
+            return value.reshape(-1)[blocks].to(parameter.device if piece is None else piece.device, copy=True)
         if isinstance(value, ShardedValue):
             part = value.local_values()
         elif is_elementwise_state(key, value, parameter.shape):
@@ -234,6 +244,7 @@ class StateBook:
     def keep_whole(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
         """Keep this rank's part of a parameter's whole state."""
         own = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in values.items()}
+        own = in_form(own, SIGNED, coded=self._owner.coded(parameter))
         self.put(parameter, {key: self.part_of(parameter, key, value) for key, value in own.items()})
 
 

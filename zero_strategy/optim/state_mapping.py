@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES
 from zero_strategy.optim.sharded_value import ShardedValue
 from zero_strategy.optim.state_book import StateBook, Unknown
 
@@ -338,7 +340,9 @@ class StateEntry(MutableMapping[str, Any]):
         if isinstance(value, Unknown):
             raise RuntimeError(f"{label} cannot be read here, {value.why}: {_WAY_OUT}")
         book, parameter = self._owner.state_book(), self._parameter
-        if not isinstance(value, (Tensor, OffloadedPart)) or not book.is_per_element(parameter, value):
+        if key in SCALES or not isinstance(value, (Tensor, OffloadedPart)):
+            return value  # of scales this rank's
+        if not book.is_per_element(parameter, value):
             return value
         if isinstance(value, Tensor) and book.is_whole(parameter):
             return value.view(parameter.shape)
@@ -379,7 +383,8 @@ class StateEntry(MutableMapping[str, Any]):
                 )
             if isinstance(value, ShardedValue) and not value.place.same(book.place_of(parameter)):
                 raise ValueError(f"{value.label} is divided among the ranks otherwise than {self._label(key)}")
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            blocks = (blocks_of(parameter.numel()),) if key in SCALES else None
+            if isinstance(value, Tensor) and value.dim() and value.shape not in (parameter.shape, blocks):
                 if not book.is_whole(parameter):
                     raise ValueError(
                         f"{self._label(key)} takes a number, or a full value of the parameter's shape "

@@ -64,6 +64,9 @@ class SteppedOptimizer(Protocol):
     def follow_assigned_state(self) -> None:
         """Take over what the user has assigned to `optimizer.state`."""
 
+    def coded(self, parameter: nn.Parameter) -> bool:
+        """True if the states of a parameter have 8 bits."""
+
     def show_new_values(self) -> None:
         """Carry the pieces' new values to the module's parameters."""
 

@@ -33,6 +33,8 @@ from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import Chunk, ChunkSlots, OffloadedPart, OffloadedVector
 from zero_strategy.offload.stores import SLOTS
 from zero_strategy.offload.tier import DeviceCopies, HostMemory, Landing
+from zero_strategy.ops.dynamic_codes import blocks_of
+from zero_strategy.optim.coded_state import SCALES, blocks_within
 from zero_strategy.optim.fused import Segment, UpdateRule
 from zero_strategy.optim.pieces import Row
 from zero_strategy.runtime.host_threads import share_of_cores
@@ -171,6 +173,11 @@ class Update:
     def bucket(self) -> ParameterBucket:
         """The bucket that it lies in."""
         return self.row.bucket
+
+    @property
+    def coded(self) -> bool:
+        """True if its states have 8 bits."""
+        return self.row.is_coded(self.group)
 
 
 @dataclass
@@ -373,7 +380,11 @@ class StreamedStep:
                 if isinstance(update.gradient, OffloadedPart):  # not those of all: Muon's may have come to memory
                     held_by[key][GRADIENT] = update.gradient.vector
                 found[key].updates.append(update)
-        return list(found.values())
+        if not any(update.coded for update in updates):
+            return list(found.values())
+        # Parameters of one unit lie by turns in two buckets, of 8 bits and of 32: bucket by bucket, as planned.
+        order = {identity: place for place, identity in enumerate(dict.fromkeys(identity for identity, _ in found))}
+        return [found[key] for key in sorted(found, key=lambda key: (order[key[0]], key[1]))]
 
     def _update(
         self,
@@ -413,8 +424,11 @@ class StreamedStep:
             copies.give(*_given(brought.values()))
         for update, segment in zip(chunk.updates, segments, strict=True):
             low, _ = _overlap(update, chunk)
-            numbers = {}
+            numbers: dict[str, Any] = {}
             for key, value in segment.state.items():
+                if key in SCALES:
+                    numbers[key] = _with_scales(update, steps, key, low, value)
+                    continue
                 if key not in chunk.vectors:
                     numbers[key] = value
                     continue
@@ -423,6 +437,14 @@ class StreamedStep:
                     place.copy_(value)
                 numbers[key] = chunk.vectors[key].part(update.cut.offset, update.piece.shape)
             steps[id(update.parameter)] = numbers
+
+
+def _with_scales(update: Update, steps: Numbers, key: str, low: int, values: Tensor) -> Tensor:
+    """The scales of a piece, with those of the part of it that begins at the owned element `low`."""
+    known = steps.get(id(update.parameter), update.state).get(key)
+    scales: Tensor = torch.zeros(blocks_of(update.cut.numel)) if known is None else known
+    scales[blocks_of(low - update.cut.offset) :][: values.numel()].copy_(values)
+    return scales
 
 
 def _bare(chunk: Work) -> Chunk:
@@ -445,11 +467,13 @@ def _segment(
     gradient: Tensor | None = None,
 ) -> Segment:
     """Elements [low, high) of the owned ones as the rule takes them, on the device `home`, maybe with the gradient."""
-    state = {
+    state: dict[str, Any] = {
         # Numbers are copied: the rule counts on in each chunk of a parameter, from the same one.
         key: held[key] if isinstance(value, OffloadedPart) else value.clone() if isinstance(value, Tensor) else value
         for key, value in update.state.items()
     }
+    blocks = slice(*blocks_within(low - update.cut.offset, high - update.cut.offset))
+    state.update({key: value[blocks] for key, value in state.items() if key in SCALES})
     if gradient is not None:
         assert gradient.numel() == high - low
     elif isinstance(update.gradient, Tensor):
@@ -460,9 +484,8 @@ def _segment(
         param, copy = gradient, None
     else:
         param, copy = (held[MASTER], weights) if MASTER in held else (weights, None)
-    return Segment(
-        update.group, param, gradient, state, like=param, copy=copy, scale=update.factor, owner=update.parameter
-    )
+    own = update.group, param, gradient, state, param, copy, update.factor, update.parameter
+    return Segment(*own, coded=update.coded)
 
 
 def _count_only(rule: UpdateRule, update: Update, scale: float) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from zero_strategy.fsdp.layout import (
     lies_apart,
     wants_master,
 )
+from zero_strategy.fsdp.state_bits import block_of, is_coded, may_be_coded
 from zero_strategy.offload.chunk_store import Allowance
 from zero_strategy.offload.chunks import Cuts, head_numel
 from zero_strategy.offload.stores import chunk_numel
@@ -143,6 +144,7 @@ class BucketFacts:
         gradient_dtype: In what gradients are accumulated.
         reduce_dtype: In what they are summed over ranks.
         master: Whether there is an fp32 copy for the optimizer.
+        state_bits: What the config says of each parameter's states: 8 or 32.
         handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
             sum, all at once.
     """
@@ -155,6 +157,7 @@ class BucketFacts:
     reduce_dtype: torch.dtype
     master: bool
     handed: int
+    state_bits: tuple[int, ...] = ()
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -165,6 +168,10 @@ class BucketFacts:
     def elements(self) -> int:
         """Elements of its parameters, padding left out."""
         return sum(segment.numel for segment in self.layout.segments)
+
+    def is_coded(self, index: int, asked: int | None) -> bool:
+        """True if the states of a parameter have 8 bits where its param group asks for so many, or for none."""
+        return is_coded(asked, self.state_bits[index], self.layout.segments[index].numel)
 
     @property
     def gradient_bytes(self) -> int:
@@ -210,11 +217,17 @@ def _facts(
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
     shapes = [(name, shape.shape) for name, shape in named]
-    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn)
+    block = block_of(resolved.config)
+    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn, block=block)
     owner = Owner(unit, tuple(segment.name for segment in layout.segments))
     master = trainable and wants_master(dtype, precision)
     handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
-    return BucketFacts(owner, dtype, trainable, layout, *gradient_dtypes(dtype, precision), master, handed)
+    bits = [
+        resolved.config.optimizer.state_bits if may_be_coded(resolved.config, segment.name, segment.numel) else 32
+        for segment in layout.segments
+    ]
+    dtypes = gradient_dtypes(dtype, precision)
+    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits))
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:

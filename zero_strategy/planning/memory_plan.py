@@ -24,6 +24,7 @@ from zero_strategy.fsdp.layout import Piece, placement_for, round_up
 from zero_strategy.fsdp.tensor_plan import check_heads, models_with_plans
 from zero_strategy.offload.chunk_store import TRANSFER_SLOTS
 from zero_strategy.offload.stores import SLOTS
+from zero_strategy.ops.dynamic_codes import blocks_of
 from zero_strategy.planning.buckets import (
     BLOCK,
     BucketFacts,
@@ -42,6 +43,7 @@ from zero_strategy.planning.model_shape import (
     ModelShape,
     OptimizerState,
     averaged_dtype,
+    check_bits,
     optimizer_state,
     state_of,
 )
@@ -105,6 +107,7 @@ class MemoryPlan:
                 "activations=..., on the command line --activations 4GB"
             )
         self.offload.check_stage(self.resolved.config.stage)
+        check_bits(self.optimizer, self.resolved.config.optimizer.state_bits)
         self.model.of_tensor_rank(self.ways)  # raises where nobody knows what is divided
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}; accepted: 1 or more")
@@ -222,6 +225,18 @@ class MemoryPlan:
     def _buffer_dtype(self, buffer: BufferShape) -> torch.dtype:
         return (self.compute_dtype if buffer.dtype.is_floating_point else None) or buffer.dtype
 
+    def is_coded(self, bucket: BucketFacts, index: int) -> bool:
+        """True if the moments of a parameter have 8 bits."""
+        return self.optimizer.codable and bucket.trainable and bucket.is_coded(index, self.optimizer.bits)
+
+    def moment_itemsize(self, bucket: BucketFacts, index: int) -> int:
+        """Bytes per element of a moment of a parameter, scales left out."""
+        return 1 if self.is_coded(bucket, index) else (self.optimizer.dtype or bucket.updated_dtype).itemsize
+
+    def scale_bytes(self, bucket: BucketFacts, pieces: Iterable[Piece]) -> list[int]:
+        """Bytes of the scales of a moment, of each of these pieces that has them."""
+        return [4 * blocks_of(piece.numel) for piece in pieces if self.is_coded(bucket, piece.index)]
+
     def _allocated(self, nbytes: int) -> int:
         return allocated(nbytes, self.device_type)
 
@@ -263,8 +278,9 @@ class MemoryPlan:
         stays = staying(units, self.resolved, self.offload)
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
             start, stop = bucket.owned(placement, rank % self.resolved.shard)
-            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
-            keys = {f"moment {index}": moment for index in range(self.optimizer.moments) if in_files}
+            moment = self.moment_itemsize(bucket, 0)  # in a tier all of a bucket are alike
+            form = "codes" if self.is_coded(bucket, 0) else "moment"  # under keys, and so in memory, of their own
+            keys = {f"{form} {index}": moment for index in range(self.optimizer.moments) if in_files}
             if bucket.master and in_files:
                 keys["master weights"] = 4
             if self.offload.parameters == "nvme":
@@ -344,9 +360,13 @@ class MemoryPlan:
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
             if bucket.trainable:
-                tensors += bucket.master + self.optimizer.moments + self.optimizer.average
-                itemsizes += 4 * bucket.master + self.optimizer.moment_bytes(bucket.updated_dtype)
-                itemsizes += self.optimizer.average_bytes(bucket.updated_dtype)
+                moments = self.optimizer.moments
+                tensors += bucket.master + moments + self.optimizer.average
+                itemsizes += 4 * bucket.master + self.optimizer.average_bytes(bucket.updated_dtype)
+                asked += moments * sum(piece.numel * self.moment_itemsize(bucket, piece.index) for piece in found)
+                scales = self.scale_bytes(bucket, found)
+                asked += moments * sum(scales)
+                pieces += moments * len(scales)
             asked += elements * itemsizes
             pieces += len(found) * tensors
         if rank == 0:
@@ -365,7 +385,8 @@ class MemoryPlan:
         for bucket in self._saved(units):
             bounds = bucket.layout.slice_bounds(shard_rank)
             pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
-            moment = (self.optimizer.dtype or bucket.updated_dtype).itemsize
+            moment = self.moment_itemsize(bucket, 0)
+            sizes += self.optimizer.moments * self.scale_bytes(bucket, pieces if bucket.trainable else ())
             averages = [self.optimizer.average_bytes(bucket.updated_dtype)] * self.optimizer.average
             states = [*[4] * bucket.master, *[moment] * self.optimizer.moments, *averages] if bucket.trainable else []
             for start, stop, tier, itemsizes in (
@@ -432,16 +453,17 @@ class _BucketEntries:
             yield from self._state_buffers("master weights", tier, 4)
         if state.average:
             yield from self._state_buffers("averages", tier, state.average_bytes(bucket.updated_dtype))
-        moment = (state.dtype or bucket.updated_dtype).itemsize
-        asked = sum(piece.numel for piece in pieces) * moment * state.moments
-        if tier == "device":
-            taken = sum(self.plan._allocated(piece.numel * moment) for piece in pieces) * state.moments
-            yield Entry("optimizer state", tier, bucket.owner, asked, taken)
-        else:
-            for _ in range(state.moments):
-                yield from self._state_buffers("optimizer state", tier, moment)
         counters = len(pieces) * state.scalar_bytes
         at: Tier = "device" if self.plan.device_type == "cpu" else "host"
+        scales = self.plan.scale_bytes(bucket, pieces)
+        if tier == "device":
+            sizes = [piece.numel * self.plan.moment_itemsize(bucket, piece.index) for piece in pieces] + scales
+            taken = sum(map(self.plan._allocated, sizes)) * state.moments
+            yield Entry("optimizer state", tier, bucket.owner, sum(sizes) * state.moments, taken)
+        else:
+            for _ in range(state.moments):
+                yield from self._state_buffers("optimizer state", tier, self.plan.moment_itemsize(bucket, 0))
+            counters += sum(scales) * state.moments  # they stay in host memory
         yield Entry("optimizer state", at, bucket.owner, counters, counters)
 
     def _state_buffers(self, category: Category, tier: Tier, itemsize: int) -> Iterator[Entry]:

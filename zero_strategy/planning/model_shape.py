@@ -341,6 +341,8 @@ class OptimizerState:
         scalars: 0-d tensors per parameter, or per piece of one.
         dtype: Of the moments; None: that of what the optimizer updates (fp32 where there are master weights).
         average: A running average of the weights is kept besides, see `WeightAverage`.
+        codable: Its moments can have 8 bits.
+        bits: What its param groups ask for, 8 or 32; None: `optimizer.state_bits` decides.
     """
 
     name: str
@@ -348,14 +350,12 @@ class OptimizerState:
     scalars: int
     dtype: torch.dtype | None = None
     average: bool = False
+    codable: bool = False
+    bits: int | None = None
 
     def average_bytes(self, updated: torch.dtype) -> int:
         """Bytes per element of the running average, if there is one."""
         return averaged_dtype(updated).itemsize if self.average else 0
-
-    def moment_bytes(self, updated: torch.dtype) -> int:
-        """Bytes per element of all moments, for an optimizer that updates elements of dtype `updated`."""
-        return self.moments * (self.dtype or updated).itemsize
 
     @property
     def scalar_bytes(self) -> int:
@@ -380,6 +380,7 @@ _STATES: dict[str, tuple[int, int]] = {
     "sgd": (0, 0),
 }
 """(moments, scalars) of a class with its default options."""
+_CODABLE = ("adam", "adamw", "lion", "sgd")
 
 
 def optimizer_state(name: str, **options: Any) -> OptimizerState:
@@ -407,7 +408,22 @@ def optimizer_state(name: str, **options: Any) -> OptimizerState:
     if key in ("adam", "adamw") and options.get("amsgrad"):
         moments += 1
     dtype = options.get("moment_dtype")
-    return OptimizerState(name, moments, scalars, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    codable = key in _CODABLE and not options.get("amsgrad")
+    return OptimizerState(name, moments, scalars, dtype, codable=codable, bits=options.get("state_bits"))
+
+
+def check_bits(state: OptimizerState, setting: int) -> None:
+    """Raise if an optimizer that is known cannot have states of 8 bits, and the setting asks for them.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    if 8 in (setting, state.bits) and not state.codable and state.name.lower().removeprefix("fused") in _STATES:
+        raise ValueError(
+            f"optimizer.state_bits is 8, and {state.name} keeps states that have no form of 8 bits: plan AdamW, Adam, "
+            "Lion or SGD, or leave optimizer.state_bits out"
+        )
 
 
 def state_of(optimizer: Optimizer) -> OptimizerState:

@@ -18,7 +18,8 @@ OPS = (
     "adam_", "lion_", "adagrad_", "sgd_", "lamb_direction_", "lamb_apply_", "grad_stats", "scale_", "axpby_",
     "accumulate_", "flatten_", "unflatten_", "norm_forward", "norm_backward", "bias_gelu", "bias_gelu_backward",
     "bias_dropout_residual", "bias_dropout_residual_backward", "masked_softmax_dropout",
-    "masked_softmax_dropout_backward", "quantize_blocks", "dequantize_blocks", "dequantize_reduce",
+    "masked_softmax_dropout_backward", "quantize_blocks", "dequantize_blocks", "dequantize_reduce", "adam8_", "lion8_",
+    "sgd8_",
 )  # fmt: skip
 """What the CUDA library has kernels for: every op."""
 
