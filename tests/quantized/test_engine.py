@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import bitsandbytes.functional
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.integrations.huggingface.training import build
@@ -294,20 +296,115 @@ def test_weights_for_a_server_are_values_with_the_adapter(
 
 def cast(kind: str, folder: str) -> list[str]:
     net, _, engine = prepared(kind, 3)
-    engine.save_pretrained(f"{folder}/half", dtype=torch.bfloat16)
-    engine.save_pretrained(f"{folder}/plain")
+    engine.save(f"{folder}/half", optimizers=False, weights_dtype=torch.bfloat16)
     engine.save(f"{folder}/native")
+    if kind == "int8":
+        engine.save_pretrained(f"{folder}/plain")
+    else:
+        with pytest.raises(
+            ValueError, match=r"would have the 4-bit weight blocks.0.base.weight without what describes"
+        ):
+            engine.save_pretrained(f"{folder}/plain")
     with pytest.raises(ValueError, match=r"publish\(\) sends weights as .*'blocks.0.base.weight' is quantised"):
         engine.publish(f"{folder}/published")
     return [name for name, _ in net.named_parameters() if "base" in name]
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["nf4-in-bf16", "nf4", "int8"])
 def test_a_dtype_of_files_casts_neither_packed_values_nor_scales(ranks: Launcher, tmp_path: Path, kind: str) -> None:
     names = ranks(2)(cast, kind, str(tmp_path))[0]
     convert(tmp_path / "native", tmp_path / "converted", dtype=torch.bfloat16)
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    plain = weights_in(tmp_path / "native")
     for folder in ("half", "converted"):
-        found = load_file(tmp_path / folder / "model.safetensors")
+        found = weights_in(tmp_path / folder)
         assert not same_bits({n: found[n] for n in names}, {n: plain[n] for n in names})
         assert found["first.weight"].dtype == torch.bfloat16
+    if kind != "int8":
+        with pytest.raises(ValueError, match=r"form 'hf' would have the 4-bit weight"):
+            convert(tmp_path / "native", tmp_path / "foreign", to_format="hf")
+
+
+def replaced(kind: str) -> None:
+    net, optimizer, engine = prepared(kind, 3)
+    step(net, optimizer, 0)
+    block = net.blocks[1]
+    with GatheredParameters(list(block.parameters())):
+        fresh = layer(kind, 96, 96)
+        block.base.weight = fresh.weight  # as PEFT's merge and unmerge do
+        if kind == "int8":
+            block.base.state.reset_grads()
+            block.base.state.SCB = fresh.weight.SCB
+    for call in (lambda: net(torch.ones(2, 8)), engine.full_state_dict):
+        with pytest.raises(RuntimeError, match=r"blocks.1.base has another quantised weight.*close\(gather=True\)"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_a_replaced_weight_is_named(ranks: Launcher, kind: str) -> None:
+    ranks(2)(replaced, kind)
+
+
+class Biased(torch.nn.Module):
+    """A 4-bit layer with a bias that it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 64)
+        plain = torch.nn.Linear(64, 64)
+        self.base = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4")
+        self.base.load_state_dict(plain.state_dict())
+        self.base.to("cpu").bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(self.first(x))
+        return result
+
+
+def with_bias(stage: int) -> tuple[Tensor, torch.dtype]:
+    net = Biased()
+    engine = ZeroEngine(net, {"stage": stage, "units": {"min_numel": 1}})
+    net(torch.ones(2, 8)).sum().backward()
+    found = net(torch.ones(2, 8)).detach()
+    return found, engine.full_state_dict()["base.bias"].dtype
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_bias_that_the_layer_casts(ranks: Launcher, stage: int) -> None:
+    for found, dtype in ranks(2)(with_bias, stage):
+        assert torch.equal(found, Biased()(torch.ones(2, 8))) and dtype == torch.float32
+
+
+def half_covered(kind: str, path: str) -> None:
+    transformers.logging.set_verbosity_error()
+    model = quantised("llama", path, kind, ours=True)
+    model.add_adapter("narrow", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "narrow"])
+    engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}})
+    names = {name for name, _ in engine.weights()}
+    assert names == {name for name, _ in llama().named_parameters()}
+
+
+def test_adapters_that_some_layers_lack(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(half_covered, "nf4-double", saved_llama(tmp_path))
+
+
+def without_description(folder: str) -> None:
+    engine = prepared("nf4-double", 3)[2]
+    engine.save(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        weights = load_file(f"{folder}/model.safetensors")
+        Path(f"{folder}-bare").mkdir()
+        save_file(weights, f"{folder}-bare/model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"base.weight is stored with quantised scales and without what describes"):
+        prepared("nf4-double", 3)[2].load_weights(f"{folder}-bare")
+
+
+def test_scales_without_their_offset_are_refused(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2)(without_description, str(tmp_path / "c"))

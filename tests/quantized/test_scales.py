@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import bitsandbytes
 import pytest
@@ -85,17 +86,47 @@ def test_which_parameters_keep_their_dtype() -> None:
     assert kept == {f"blocks.{index}.base.weight{end}" for index in range(2) for end in ("", ".absmax")}
 
 
-@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
-def test_embeddings_and_layers_in_them(kind: str) -> None:
-    table: nn.Module = bitsandbytes.nn.EmbeddingNF4(32, 64) if kind != "int8" else bitsandbytes.nn.Embedding8bit(32, 64)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_embeddings_that_the_library_cannot_save_are_refused(kind: str) -> None:
+    table: nn.Module = bitsandbytes.nn.EmbeddingNF4(32, 64) if kind == "nf4" else bitsandbytes.nn.Embedding8bit(32, 64)
     net = nn.Sequential(table.to("cpu"), layer(kind, 64, 64))
-    x = torch.arange(6)
-    expected = net(x)
+    with pytest.raises(ValueError, match=r"0 is a Embedding.*cannot save"):
+        attach_scales(net)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_loads_what_it_reads(kind: str) -> None:
+    net, other = Net(kind), Net(kind)
+    other.blocks[0].base = layer(kind, 96, 96)
     attach_scales(net)
-    assert torch.equal(net(x), expected)
-    assert len([p for p in net.parameters() if isinstance(p, Scale)]) == (3 if kind != "int8" else 2)
+    twin = copy.deepcopy(net)
+    twin.load_state_dict(other.state_dict())
+    x = torch.randn(3, 8)
+    assert torch.equal(twin(x), other(x))
+    attach_scales(twin)
+    assert torch.equal(twin(x), other(x))
+
+
+def test_an_int8_module_is_pickled_as_the_library_s_own() -> None:
+    net = Net("int8")
+    attach_scales(net)
+    x = torch.randn(3, 8)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), net(x))
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_layers_that_share_a_weight(kind: str) -> None:
+    net = nn.ModuleDict({"a": layer(kind, 64, 64), "b": layer(kind, 64, 64)})
+    net["b"].weight = net["a"].weight
+    if kind == "int8":
+        net["b"].state = net["a"].state
+    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    attach_scales(net)
     detach_scales(net)
-    assert torch.equal(net(x), expected)
+    assert [name for name, _ in net.named_parameters(remove_duplicate=False)] == names
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -26,6 +26,7 @@ from zero_strategy.checkpoint.ranges import FOLDER_PREFIX
 from zero_strategy.checkpoint.storage import RemoteFolder, is_remote, join
 from zero_strategy.checkpoint.writer import unlisted
 from zero_strategy.comm.store import together
+from zero_strategy.quantized.entries import check_foreign
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.preemption import CheckpointingEngine
@@ -216,6 +217,7 @@ def save_pretrained(
 
     Raises:
         TypeError: If `dtype` is not one of floating point.
+        ValueError: If the directory is a URL, or weights have 4 bits.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype, such as torch.bfloat16")
@@ -224,6 +226,7 @@ def save_pretrained(
             f"{os.fspath(directory)}: weights for Hugging Face are written in place, which a URL does not allow; save "
             "them to a local directory and upload it"
         )
+    check_foreign((name for name, _ in engine.model.names()), "weights for Hugging Face")
     engine.save(
         directory,
         extra_files=config_files(engine.module, dtype),

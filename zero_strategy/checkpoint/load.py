@@ -31,6 +31,8 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.ops.dynamic_codes import blocks_of
 from zero_strategy.optim.coded_state import SCALES
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.quantized.entries import is_description, undescribed
+from zero_strategy.quantized.scales import weight_of
 from zero_strategy.runtime.nested_state import nested
 from zero_strategy.runtime.terminal import is_shown, progress
 from zero_strategy.runtime.torch_private import buffers_of, loads_tensors_itself
@@ -236,6 +238,11 @@ def load_weights(
 
     def check_files() -> None:
         _check_small_files(engine, reader)
+        described = _descriptions(reader)
+        for name in sources if reader.of_whole_model else ():
+            weight = weight_of(name)
+            if name.endswith(".nested_absmax") and not any(k.startswith(f"{weight}.quant_state.") for k in described):
+                raise ValueError(undescribed(weight))
         # It reads both tensors from end to end; one rank is enough, for all hear of it.
         if engine.mesh.world_group.rank == 0:
             reader.check_ties(tied)
@@ -268,8 +275,23 @@ def load_weights(
                     engine.mesh.gather.all_gather(bucket.flat).wait()
             engine.model.forget_unsharded()
         # Last: a module's own loader is handed its present parameters, which must be the loaded ones.
-        if reader.has_manifest and ENTRIES_FILE in reader.manifest.files:
-            load_module_entries(engine, torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True))
+        load_module_entries(engine, _entries(reader) | _descriptions(reader))
+
+
+def _entries(reader: StateReader) -> dict[str, Any]:
+    """What modules have in their state dicts beside parameters and buffers."""
+    if not reader.has_manifest or ENTRIES_FILE not in reader.manifest.files:
+        return {}
+    found: dict[str, Any] = torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True)
+    return found
+
+
+def _descriptions(reader: StateReader) -> dict[str, Any]:
+    """Tables and descriptions of 4-bit weights: entries here, tensors in transformers' files."""
+    if not any(name.endswith(".weight.absmax") for name in reader.weights):
+        return {}
+    tensors = {name: reader.read(name) for name in reader.weights if is_description(name)}
+    return tensors | {name: value for name, value in _entries(reader).items() if is_description(name)}
 
 
 def _buffers_to_resize(

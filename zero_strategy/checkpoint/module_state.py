@@ -54,6 +54,7 @@ def module_entries(engine: TrainState) -> dict[str, Any]:
 
     Modules that write such have their parameters gathered meanwhile. A collective where parameters are sharded.
     """
+    engine.model.quantised.check()
     found: dict[str, Any] = {}
     for name, module, whole in _writers(engine.module):
         prefix = f"{name}." if name else ""

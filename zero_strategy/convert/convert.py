@@ -42,7 +42,7 @@ from zero_strategy.convert.portable import (
     without_averages,
     write_portable,
 )
-from zero_strategy.quantized.entries import kept_in_dtype
+from zero_strategy.quantized.entries import check_foreign, kept_in_dtype
 from zero_strategy.runtime.regular_files import read_text
 
 _HERE = "zero_strategy.convert"
@@ -277,6 +277,8 @@ def convert(
     """
     place = free_place(target, to_format)
     state = read_state(source, from_format, dict(options or {}), weights_only)
+    if to_format != NATIVE:
+        check_foreign(state.weights, f"a checkpoint of the form {to_format!r}")
     if names is not None and state.optimizers:
         state.optimizers[0] = state.optimizers[0].with_names(names, state.weights)
     if weights_only or to_format == HF:

@@ -53,7 +53,7 @@ from zero_strategy.fsdp.unshard import Unit, Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
 from zero_strategy.quantized.float8 import check_own_values
-from zero_strategy.quantized.scales import attach_scales, detach_scales
+from zero_strategy.quantized.scales import QuantisedLayers, attach_scales, detach_scales
 from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
 from zero_strategy.runtime.torch_private import buffers_of, parameters_of, swap_values
@@ -238,6 +238,7 @@ class ShardedModel:
         device: Where the module computes.
         moved: What is on the host for a while.
         arrivals: Gathers after a step that nobody has waited for.
+        quantised: Layers with quantised weights.
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
         engine: The engine that this is of; None: there is none, or it has let the module go.
     """
@@ -286,6 +287,7 @@ class ShardedModel:
         check_unsharded(module.parameters())
         # Before names are collected: scales of quantised weights are parameters from here on.
         attach_scales(module)
+        self.quantised = QuantisedLayers(module)
         self.aliases = aliases(module)
 
         # What was built under `sharding.Init` is in slices until its unit is built; what is whole just now stays so.
@@ -308,6 +310,7 @@ class ShardedModel:
         self._reserve(specs)
         units = each("building units", specs, mesh.world_group.rank)
         self.units = [self._build_unit(spec, initialise, partly) for spec in units]
+        self.quantised.move_tables()
         # They hold the process group of `Init`, which ends with them.
         del self._constructions
         register(module.parameters(), self)
@@ -360,7 +363,7 @@ class ShardedModel:
             buffers=self.shared_buffers,
         )
         self.guards = ModuleGuards(self)
-        self._watching = module.register_forward_pre_hook(Watcher(self.reducer, self.moved))
+        self._watching = module.register_forward_pre_hook(Watcher(self.reducer, self.moved, self.quantised))
 
     def dissolve(self) -> None:
         """Make the module plain: whole parameters in memory of their own, no hook, no gradient. A collective.

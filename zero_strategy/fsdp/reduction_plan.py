@@ -28,6 +28,7 @@ from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import PARAMETERS, MovedStates
 from zero_strategy.offload.tier import Streams, streams_of
+from zero_strategy.quantized.scales import QuantisedLayers
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import uncompiled
 
@@ -228,17 +229,18 @@ class HookedReducer(Protocol):
 class Watcher(EphemeralHook):
     """A forward pre-hook of the root module: unfrozen parameters get master weights; an unfinished backward shows."""
 
-    def __init__(self, reducer: HookedReducer, moved: MovedStates) -> None:
-        self.reducer, self.moved = reducer, moved
+    def __init__(self, reducer: HookedReducer, moved: MovedStates, quantised: QuantisedLayers) -> None:
+        self.reducer, self.moved, self.quantised = reducer, moved, quantised
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Look at the parameters before a forward that may be followed by a backward.
 
         Raises:
-            RuntimeError: If they are on the host.
+            RuntimeError: If they are on the host, or a quantised weight was replaced.
         """
         self.moved.check("a forward", (PARAMETERS,))
+        self.quantised.check()
         if torch.is_grad_enabled():
             self.reducer.before_forward()
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from zero_strategy.fsdp.ownership import place_of
+from zero_strategy.quantized.scales import CastByLibrary
 
 GET_DATA: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -37,7 +38,7 @@ def _set_data(self: nn.Parameter, values: Tensor) -> None:
     Raises:
         ValueError: If they have another shape, dtype or device; names the parameter.
     """
-    if values is self:  # its own memory already (bitsandbytes' int8 layers do this in every forward)
+    if values is self or (isinstance(self, CastByLibrary) and values.dtype != GET_DATA(self).dtype):
         return
     place = place_of(self)
     if place is None:

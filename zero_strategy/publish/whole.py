@@ -219,10 +219,22 @@ def _plain(name: str, tensor: Tensor) -> _Source:
 def _dequantised(path: str, layer: Any, adapted: _Adapters | None) -> _Source:
     """The values of a quantised weight, active adapters added if they are merged."""
     outer = [] if adapted is None else adapted.around(path)
-    added = [(each, name) for each in outer for name in each.active_adapters if name not in each.merged_adapters]
+    added = [(each, name) for each in outer for name in _own_adapters(each)]
     name = f"{path}.weight" if adapted is None else adapted.name_of(f"{path}.weight")
     needs = [*layer.parameters(), *(parameter for each in outer for parameter in each.parameters())]
     return _Source(needs, lambda: {name: dequantised(layer, added)}, {name: hollow_values(layer)})
+
+
+def _own_adapters(layer: Any) -> list[str]:
+    """Active adapters that a layer of PEFT has, and that are not merged already."""
+    tables = [
+        getattr(layer, name) for name in (*layer.adapter_layer_names, "trainable_tokens_delta") if hasattr(layer, name)
+    ]
+    return [
+        name
+        for name in layer.active_adapters
+        if name not in layer.merged_adapters and any(name in table for table in tables)
+    ]
 
 
 def _merged(prefix: str, layer: Any) -> _Source:

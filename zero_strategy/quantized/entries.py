@@ -49,24 +49,67 @@ def _take(layer: Any, entries: Mapping[str, Any], prefix: str, *_: object) -> No
     """Give the layer's state what describes the values that are about to be loaded."""
     vars(layer)[_PREFIX] = prefix
     state = layer.weight.quant_state
+    _refer_to_parameters(layer, state)
     described = [key for key in entries if key.startswith(prefix + DESCRIPTION)]
-    for key in described:
-        fields = json.loads(bytes(entries[key].cpu().numpy()))
-        mine = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
-        mine["nested_blocksize"] = state.state2.blocksize if state.nested else None
-        for field, value in mine.items():
-            if fields.get(field) != value:
-                raise ValueError(
-                    f"{prefix}weight is stored with {field} {fields.get(field)}, and the model's has {value}: quantise "
-                    "the model as it was when it was saved"
-                )
-        state.dtype = getattr(torch, fields["dtype"])
-        if state.nested:
-            state.offset.fill_(fields["nested_offset"])
+    if state.nested and not described and f"{prefix}weight.nested_absmax" in entries:
+        raise ValueError(undescribed(f"{prefix}weight"))
+    fields: dict[str, Any] = json.loads(bytes(entries[described[0]].cpu().numpy())) if described else {}
+    mine = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
+    mine["nested_blocksize"] = state.state2.blocksize if state.nested else None
+    for field, value in mine.items() if described else ():
+        if fields.get(field) != value:
+            raise ValueError(
+                f"{prefix}weight is stored with {field} {fields.get(field)}, and the model's has {value}: quantise "
+                "the model as it was when it was saved"
+            )
     for name, holder in zip(TABLES, (state, state.state2), strict=True):
         table = entries.get(prefix + name)
         if isinstance(table, Tensor) and holder is not None and not torch.equal(table.to(holder.code), holder.code):
             raise ValueError(f"{prefix}{name} is another table than the one that {state.quant_type} has here")
+    # After all that is refused: a new offset with the former scales would be other values.
+    if described:
+        state.dtype = getattr(torch, fields["dtype"])
+        if state.nested:
+            state.offset.fill_(fields["nested_offset"])
+
+
+def _refer_to_parameters(layer: nn.Module, state: Any) -> None:
+    """Let a layer's state read the parameters that are loaded: a copied module's has copies of them."""
+    parameters = parameters_of(layer)
+    for name, holder in (("weight.absmax", state), ("weight.nested_absmax", state.state2)):
+        if holder is not None and name in parameters:
+            holder.absmax = parameters[name]
+
+
+def check_foreign(names: Iterable[str], what: str) -> None:
+    """Refuse to write 4-bit weights where their descriptions have no place.
+
+    Args:
+        names: Of all weights.
+        what: Would be written, for the message.
+
+    Raises:
+        ValueError: Naming a weight.
+    """
+    if packed := next((name for name in names if name.endswith(".weight.absmax")), None):
+        raise ValueError(
+            f"{what} would have the 4-bit weight {packed.removesuffix('.absmax')} without what describes it, and "
+            "nobody could read it: save the adapter (PEFT's save_pretrained, ZeroTrainer.save_model), keep a "
+            "checkpoint of this package (engine.save), or write the values that engine.weights() gives"
+        )
+
+
+def is_description(name: str) -> bool:
+    """True for the name of a table, or of a description, of a 4-bit weight."""
+    return name.endswith(TABLES) or f".{DESCRIPTION}" in f".{name}"
+
+
+def undescribed(name: str) -> str:
+    """The error for quantised scales that come without their offset."""
+    return (
+        f"{name} is stored with quantised scales and without what describes them ({DESCRIPTION.removeprefix('weight.')}"
+        "nf4, with their offset): its values would be others. Save with engine.save or engine.save_pretrained"
+    )
 
 
 def _know(layer: nn.Module, incompatible: Any) -> None:

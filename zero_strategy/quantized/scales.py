@@ -8,16 +8,14 @@ as they know any parameter.
 
 | class | weight | scales | what refers to them |
 | --- | --- | --- | --- |
-| `Linear4bit`, `Embedding4bit` | `Params4bit` | `weight.absmax`, `weight.nested_absmax` | `weight.quant_state` |
+| `Linear4bit` | `Params4bit` | `weight.absmax`, `weight.nested_absmax` | `weight.quant_state` |
 | `Linear8bitLt` | `Int8Params` | `SCB` | `module.state`, with `CB`, the weight |
-| `Embedding8bit` | `Int8Params` | `SCB` | the weight |
 
 The library is recognised by the names of its classes: nothing of it is imported.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.quantized.entries import leave_entries, load_entries
+from zero_strategy.quantized.rows import follow_no_weight, follow_weight
 from zero_strategy.runtime.torch_private import parameters_of
 
 _LIBRARY = "bitsandbytes."
@@ -106,19 +105,68 @@ def keeps_dtype(parameter: object) -> bool:
     return isinstance(parameter, Scale) or is_quantised(parameter)
 
 
+class CastByLibrary(nn.Parameter):
+    """A bias of a 4-bit layer, which casts it in its forward and writes the cast back first.
+
+    The write is left out (`fsdp/tracked.py`): a bucket has one dtype, and the layer casts what it uses all the same.
+    """
+
+
+class QuantisedLayers:
+    """Layers whose scales are parameters, as they were when a model took them.
+
+    Args:
+        root: A module of which `attach_scales` has done all.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._known = [
+            (name, slot.module, slot.module.weight, slot.holder)
+            for name, module in root.named_modules()
+            for slot in slots_of(name, module)
+        ]
+
+    def check(self) -> None:
+        """Raise if a layer has another weight since.
+
+        Raises:
+            RuntimeError: Naming the layer and the way out.
+        """
+        for name, module, weight, _ in self._known:
+            if module.weight is not weight:
+                raise RuntimeError(
+                    f"{name} has another quantised weight than the engine divides, as PEFT's merge and unmerge give it "
+                    "one: no save and no other rank would have its values. Iterate engine.weights(), which merges "
+                    "without writing, or merge after engine.close(gather=True) on all ranks"
+                )
+
+    def move_tables(self) -> None:
+        """Bring what is no parameter to where the weights compute: kernels read it by address."""
+        for _, _, weight, holder in self._known:
+            for name in ("code", "offset"):
+                value = getattr(holder, name, None)
+                if isinstance(value, Tensor) and value.device != weight.device:
+                    setattr(holder, name, value.to(weight.device))
+            if (state := getattr(weight, "quant_state", None)) is not None and state.offset is not None:
+                state.offset = state.offset.to(weight.device)
+
+
 def attach_scales(root: nn.Module) -> None:
     """Make parameters of all scales below `root`. Those that are parameters already stay what they are.
 
     Raises:
-        ValueError: If a layer is not quantised yet, or quantises its weight in every forward; names it.
+        ValueError: If a layer is not quantised yet, quantises its weight in every forward, or cannot be saved; names
+            it.
     """
     # All of them before anything changes: a refusal leaves the module as it was.
     found = [(module, list(slots_of(name, module))) for name, module in root.named_modules()]
     tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
     for module, slots in found:
         for slot in slots:
-            # In a copied module the library's object has a copy of its own.
-            made = slot.value if isinstance(slot.value, Scale) else scale(slot.value)
+            known = parameters_of(module).get(slot.key)
+            # In a copied module the library's object has a copy of its own, which no load reaches.
+            made = known if isinstance(known, Scale) else slot.value
+            made = made if isinstance(made, Scale) else scale(made)
             # Not by `register_parameter`, which takes no dots: the names are those of the library's own files.
             parameters_of(module)[slot.key] = made
             setattr(slot.holder, slot.attribute, made)
@@ -128,17 +176,20 @@ def attach_scales(root: nn.Module) -> None:
 
 def detach_scales(root: nn.Module) -> None:
     """Undo `attach_scales`: the library has plain tensors again, with the values that the parameters have now."""
-    for name, module in root.named_modules():
-        slots = [slot for slot in slots_of(name, module) if isinstance(slot.value, Scale)]
+    # All of them first: layers may share a weight, and its scales.
+    found = [(module, list(slots_of(name, module))) for name, module in root.named_modules()]
+    for module, slots in found:
         for slot in slots:
-            values = slot.value.detach().as_subclass(Tensor)
-            setattr(slot.holder, slot.attribute, values)
-            del parameters_of(module)[slot.key]
+            if isinstance(slot.value, Scale):
+                setattr(slot.holder, slot.attribute, slot.value.detach().as_subclass(Tensor))
+            parameters_of(module).pop(slot.key, None)
         leave_entries(module)
         if slots and library_class(module, "Linear8bitLt"):
-            _follow_no_weight(module)
+            follow_no_weight(module)
         if slots and _FAST_EVALUATION in vars(module):
             setattr(module, _FAST_EVALUATION, True)
+        if isinstance(bias := parameters_of(module).get("bias"), CastByLibrary):
+            bias.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 OFFSET = "nested_offset"
@@ -152,9 +203,12 @@ def weight_of(name: str) -> str:
 
 def lacking_offsets(root: nn.Module) -> dict[str, Any]:
     """The states of quantised weights whose offset is not known yet, by the name of the weight."""
-    found = {}
+    found, seen = dict[str, Any](), set[int]()
     for name, module in root.named_modules():
         state = getattr(parameters_of(module).get("weight"), "quant_state", None)
+        if id(state) in seen:  # of a tied weight: its first name is the one that counts
+            continue
+        seen.add(id(state))
         if state is not None and state.offset is not None and bool(state.offset.isnan()):
             found[f"{name}.weight" if name else "weight"] = state
     return found
@@ -165,6 +219,11 @@ def slots_of(name: str, module: nn.Module) -> Iterator[Slot]:
     weight = parameters_of(module).get("weight")
     if weight is None or not is_quantised(weight):
         return
+    if any(library_class(module, kind) for kind in ("Embedding4bit", "Embedding8bit")):
+        raise ValueError(
+            f"{name or 'the module'} is a {type(module).__name__}, whose state bitsandbytes cannot save: keep the "
+            "embedding as it is, and quantise linear layers"
+        )
     if weight.requires_grad and not getattr(weight, "has_fp16_weights", False):
         raise ValueError(
             f"{name}.weight is quantised and requires a gradient: freeze it (requires_grad_(False)) and train an "
@@ -204,54 +263,19 @@ def _unquantised(name: str, module: nn.Module) -> str:
 def _settle(module: nn.Module, tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor]) -> None:
     """Have a module keep no whole copy of its own, and its weight where it is."""
     if library_class(module, "Linear8bitLt"):
-        _follow_weight(module)
+        follow_weight(module)
     elif library_class(module.weight, "Int8Params"):
         module.weight.CB = None  # type: ignore[union-attr]
     else:
         state: Any = module.weight.quant_state  # type: ignore[union-attr]
         load_entries(module)
+        if type(bias := parameters_of(module).get("bias")) is nn.Parameter:
+            bias.__class__ = CastByLibrary
         for holder in (state, state.state2):
             if holder is not None and not holder.code.is_meta:
                 holder.code = _shared(holder.code, tables)
     if getattr(module, _FAST_EVALUATION, False):
         setattr(module, _FAST_EVALUATION, False)
-
-
-_WEIGHT = "_weight"
-
-
-def _get_rows(self: Any) -> Tensor | None:
-    weight = vars(self).get(_WEIGHT)
-    found: Tensor | None = vars(self).get("CB") if weight is None else weight.detach()
-    return found
-
-
-def _set_rows(self: Any, rows: Tensor | None) -> None:
-    vars(self).pop(_WEIGHT, None)  # another weight, such as one with an adapter merged into it
-    vars(self)["CB"] = rows
-
-
-@functools.cache
-def _following_class(kind: type) -> type:
-    """The class of an int8 layer's state whose `CB` is what the weight has now."""
-    return type(f"Following{kind.__name__}", (kind,), {"CB": property(_get_rows, _set_rows)})
-
-
-def _follow_weight(module: Any) -> None:
-    """Let an int8 layer find its rows in its weight: a tensor in their place would keep the whole of what is released.
-
-    Not the weight itself, whose class in the library has a `to` of fewer arguments than a tensor's.
-    """
-    vars(module.state)["CB"] = module.weight.CB = None
-    kind: Any = type(module.state)
-    module.state.__class__ = _following_class(kind)
-    vars(module.state)[_WEIGHT] = module.weight
-
-
-def _follow_no_weight(module: Any) -> None:
-    module.state.__class__ = type(module.state).__mro__[1]
-    vars(module.state).pop(_WEIGHT, None)
-    module.state.CB = module.weight.data
 
 
 def _shared(table: Tensor, tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor]) -> Tensor:

@@ -124,7 +124,7 @@ class WeightQuantiser:
         )
         if weight.compress_statistics:
             state.absmax, state.nested = _meta(blocks, torch.uint8), True
-            state.offset = torch.tensor(math.nan)  # until one rank has it: `set_offsets`
+            state.offset = torch.tensor(math.nan)  # until one rank has it: `close_deferred`
             state.state2 = library.QuantState(
                 _meta(-(-blocks // _NESTED_BLOCK), torch.float32),
                 code=library.create_dynamic_map(),
