@@ -27,7 +27,8 @@ def _set_rows(self: Any, rows: Tensor | None) -> None:
 
 
 def _copied(self: Any, memo: dict[int, Any]) -> Any:
-    made = memo[id(self)] = type(self).__new__(type(self))
+    kind: Any = type(self)
+    made = memo[id(self)] = kind.__new__(kind)
     vars(made).update(copy.deepcopy(vars(self), memo))
     return made
 
@@ -41,7 +42,7 @@ def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
 @functools.cache
 def _following_class(kind: type) -> type:
     """The class of an int8 layer's state whose `CB` is what the weight has now."""
-    members = {"CB": property(_get_rows, _set_rows), "__deepcopy__": _copied, "__reduce_ex__": _reduced}
+    members: dict[str, Any] = {"CB": property(_get_rows, _set_rows), "__deepcopy__": _copied, "__reduce_ex__": _reduced}
     return type(f"Following{kind.__name__}", (kind,), members)
 
 

@@ -120,7 +120,7 @@ class QuantisedLayers:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._known = [
+        self._known: list[tuple[str, Any, Any, Any]] = [
             (name, slot.module, slot.module.weight, slot.holder)
             for name, module in root.named_modules()
             for slot in slots_of(name, module)
