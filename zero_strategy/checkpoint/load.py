@@ -279,7 +279,7 @@ def load_weights(
 
 
 def _entries(reader: StateReader) -> dict[str, Any]:
-    """What modules have in their state dicts beside parameters and buffers."""
+    """Entries of state dicts beside parameters and buffers."""
     if not reader.has_manifest or ENTRIES_FILE not in reader.manifest.files:
         return {}
     found: dict[str, Any] = torch.load(io.BytesIO(reader.extra(ENTRIES_FILE)), weights_only=True)
