@@ -80,14 +80,23 @@ def test_stages_train_as_without_ray_and_resume_at_one_worker(ranks: Launcher, t
     assert [alone["losses"]] == ranks(1)(without_ray, 3, 3, path)
 
 
-def test_a_killed_worker_resumes_with_the_same_bits(ranks: Launcher, train: Run, tmp_path: Path) -> None:
+def test_a_killed_worker_resumes_with_the_same_bits(ranks: Launcher, cluster: Any, train: Run, tmp_path: Path) -> None:
     result = train(lightning_worker, failures=1, stages=[3], epochs=2, every=2, dies=str(tmp_path / "died"))
     assert (tmp_path / "died").exists() and result.error is None
     found = told(tmp_path, "stage3")
-    # Six steps are an epoch; the kill is in the tenth, and the last report before it after the eighth.
-    whole = ranks(2)(without_ray, 3, 2)
-    assert [rank["losses"] for rank in found] == [losses[8:] for losses in whole]
+    # Six steps are an epoch; the kill is in the twelfth. Ray may not have registered the report of the tenth by then.
+    first = 12 - len(found[0]["losses"])
+    assert first in (8, 10)
+    assert [rank["losses"] for rank in found] == [losses[first:] for losses in ranks(2)(without_ray, 3, 2)]
     assert all(rank["path"] is not None for rank in found)
+    # The other worker names it, in its own log and in Ray's account of the attempt.
+    logs = Path(cluster.address_info["session_dir"], "logs")
+    naming = {
+        log.parent.name
+        for log in logs.rglob("*.*")
+        if log.is_file() and "rank 1 is gone" in log.read_text("utf8", "replace")
+    }
+    assert naming == {"logs", "train"}
 
 
 def test_loops_of_ones_own_of_accelerate_and_of_transformers(ranks: Launcher, train: Run, tmp_path: Path) -> None:
@@ -96,5 +105,5 @@ def test_loops_of_ones_own_of_accelerate_and_of_transformers(ranks: Launcher, tr
     for name in ("engine", "accelerate"):
         assert [rank["losses"] for rank in told(tmp_path, name)] == [found[name] for found in whole]
     for rank, found in zip(told(tmp_path, "transformers"), whole, strict=True):
-        assert rank["first"] == found["transformers"][:4] and rank["again"] == found["transformers"]
+        assert rank["first"] == rank["again"] == found["transformers"] and len(rank["again"]) == 6
     assert len(result.best_checkpoints) == 4

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import TrainerCallback, TrainingArguments
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -96,7 +97,7 @@ def lightning_worker(config: dict[str, Any]) -> None:
 
 def die_once(step: int, mark: str) -> None:
     """Rank 1 is killed in the first attempt, inside of the second epoch, a step behind a report."""
-    if step == 9 and dist.get_rank() == 1 and not os.path.exists(mark):
+    if step == 11 and dist.get_rank() == 1 and not os.path.exists(mark):
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -162,18 +163,28 @@ def accelerate_loop(steps: range, path: str | None = None) -> tuple[list[str], A
     return losses, accelerator
 
 
-def transformers_loop(steps: int, folder: str, callbacks: list[Any], path: str | None = None) -> list[float]:
-    """The same with transformers' trainer; the losses that it logs."""
-    from transformers import TrainingArguments
+class Paths(TrainerCallback):
+    """Keeps the path of each report."""
 
+    def __init__(self) -> None:
+        self.reported: list[Any] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        from zero_strategy.integrations.ray import reported_checkpoint
+
+        self.reported.append(reported_checkpoint())
+
+
+def transformers_loop(folder: str, callbacks: list[Any], path: str | None = None) -> list[float]:
+    """Six steps with transformers' trainer, saved after four; the losses that it logs."""
     from tests.integrations.huggingface.training import build
     from tests.integrations.huggingface.training import rows as texts
     from zero_strategy import ZeroTrainer
 
     arguments = TrainingArguments(
         folder,
-        max_steps=steps,
-        save_steps=2,
+        max_steps=6,
+        save_steps=4,
         logging_steps=1,
         per_device_train_batch_size=2,
         use_cpu=True,
@@ -205,8 +216,9 @@ def loops_worker(config: dict[str, Any]) -> None:
         more, runner = loop(range(3, 6), reported_checkpoint())
         with ended(runner):
             tell(config, name, {"losses": losses + more})
-    first = transformers_loop(4, config["folder"] + "/a", [RaySaveCallback()])
-    again = transformers_loop(6, config["folder"] + "/b", [], reported_checkpoint())
+    paths = Paths()
+    first = transformers_loop(config["folder"] + "/a", [RaySaveCallback(), paths])
+    again = transformers_loop(config["folder"] + "/b", [], paths.reported[0])
     tell(config, "transformers", {"first": first, "again": again})
     report({"end": 1})
 
@@ -221,5 +233,5 @@ def loops_without_ray(folder: str) -> dict[str, Any]:
         found[name], runner = loop(range(6))
         with ended(runner):
             pass
-    found["transformers"] = transformers_loop(6, folder, [])
+    found["transformers"] = transformers_loop(folder, [])
     return found

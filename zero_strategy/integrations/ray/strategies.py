@@ -6,6 +6,8 @@ device that Ray gave to the worker; ranks come from the plugin `RayLightningEnvi
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING
 
 import ray.train
@@ -13,9 +15,13 @@ from ray.train.lightning import RayDDPStrategy
 
 from zero_strategy.integrations.lightning.namespaces import strategy_class
 from zero_strategy.integrations.lightning.pipeline import TrainerPipeline
+from zero_strategy.watchdog.diagnosis import DesyncError
 
 if TYPE_CHECKING:
     from zero_strategy.integrations.lightning.pytorch import ZeroStrategy
+
+_LOST_SECONDS = 1.0
+"""How long a process may take to be gone once its connections are."""
 
 _PUBLIC = "zero_strategy.integrations.ray"
 """Where users import these classes from."""
@@ -59,6 +65,27 @@ class RayZeroStrategy(ZeroStrategy, RayDDPStrategy):
             return 0
         workers: int = ray.train.get_context().get_world_size()
         return workers // self.num_nodes
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See `ZeroStrategy`; names the workers that are gone in Ray's logs, and in the error that Ray shows."""
+        super().on_exception(exception)
+        # Errors of this package's collectives name them; those of Lightning's own tell a broken connection only.
+        if isinstance(exception, RuntimeError) and not isinstance(exception, DesyncError):
+            if lost := self._lost_workers():
+                logging.getLogger(_PUBLIC).error(lost)
+                if hasattr(exception, "add_note"):  # from Python 3.11 on
+                    exception.add_note(lost)
+
+    def _lost_workers(self) -> str:
+        watchdog = None if self.engine is None else self.engine.mesh.watchdog
+        if watchdog is None:
+            return ""
+        end, lost = time.monotonic() + _LOST_SECONDS, list[str]()
+        while not lost and time.monotonic() < end:
+            time.sleep(0.05)
+            others = (rank for rank in range(self.world_size) if rank != self.global_rank)
+            lost = [f"rank {rank} is gone: {why}" for rank in others if (why := watchdog.lost(rank))]
+        return "; ".join(lost)
 
 
 class RayPipelineStrategy(TrainerPipeline, RayZeroStrategy):
