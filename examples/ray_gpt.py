@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None) -> Any:
         ),
     )
     result = trainer.fit()
+    assert result.metrics is not None and result.checkpoint is not None  # an epoch ends with a report
     print(f"loss: {result.metrics['loss']:.4f} nats, checkpoint: {result.checkpoint.path}")
     return result
 

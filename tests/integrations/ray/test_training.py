@@ -87,7 +87,8 @@ def test_a_killed_worker_resumes_with_the_same_bits(ranks: Launcher, cluster: An
     # Six steps are an epoch; the kill is in the twelfth. Ray may not have registered the report of the tenth by then.
     first = 12 - len(found[0]["losses"])
     assert first in (8, 10)
-    assert [rank["losses"] for rank in found] == [losses[first:] for losses in ranks(2)(without_ray, 3, 2)]
+    whole = ranks(2)(without_ray, 3, 2, placed=True)
+    assert [rank["losses"] for rank in found] == [losses[first:] for losses in whole]
     assert all(rank["path"] is not None for rank in found)
     # The other worker names it, in its own log and in Ray's account of the attempt.
     logs = Path(cluster.address_info["session_dir"], "logs")

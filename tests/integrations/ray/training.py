@@ -35,6 +35,38 @@ def rows(count: int = 48) -> TensorDataset:
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
+class Placed(DataLoader[Any]):
+    """This rank's batches of four, shuffled anew in each epoch; it knows its place, as torchdata's loader does."""
+
+    def __init__(self) -> None:
+        super().__init__(rows(), batch_size=4)
+        self.epoch, self.position, self.loaded = -1, 0, False
+
+    def __len__(self) -> int:
+        return 12 // dist.get_world_size()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self.loaded or self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        self.loaded = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        x, y = rows().tensors
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.epoch))
+        own = order[dist.get_rank() :: dist.get_world_size()].split(4)
+        while self.position < len(self):
+            chosen = own[self.position]
+            self.position += 1
+            yield x[chosen], y[chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position, self.loaded = state["epoch"], state["position"], True
+
+
 class Module(pl.LightningModule):
     """A classifier; `fails` is called with the step before each."""
 
@@ -55,21 +87,31 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(trainer: pl.Trainer, path: str | None = None, fails: Any = None) -> list[str]:
-    """Train with shuffled data, which the Trainer divides among ranks; the losses of this rank in each bit."""
+class OwnLoader(Module):
+    """With a loader that is made once the process group is there."""
+
+    def train_dataloader(self) -> Placed:
+        return Placed()
+
+
+def fit(trainer: pl.Trainer, path: str | None = None, placed: bool = False, fails: Any = None) -> list[str]:
+    """Train with shuffled data, which the Trainer divides among ranks; the losses of this rank in each bit.
+
+    With `placed` the loader itself divides the data, and knows its place.
+    """
     pl.seed_everything(0)
-    module = Module(fails)
-    trainer.fit(module, DataLoader(rows(), batch_size=4, shuffle=True), ckpt_path=path)
+    module = OwnLoader(fails) if placed else Module(fails)
+    trainer.fit(module, None if placed else DataLoader(rows(), batch_size=4, shuffle=True), ckpt_path=path)
     return module.losses
 
 
-def without_ray(stage: int, epochs: int, path: str | None = None) -> list[str]:
+def without_ray(stage: int, epochs: int, path: str | None = None, placed: bool = False) -> list[str]:
     """The oracle, on the ranks of a pool."""
     from tests.integrations.lightning.trainers import trainer
     from zero_strategy import ZeroStrategy
 
-    flags = {"max_epochs": epochs, "use_distributed_sampler": True}
-    return fit(trainer(ZeroStrategy(stage=stage), **flags), path)
+    flags = {"max_epochs": epochs, "use_distributed_sampler": not placed}
+    return fit(trainer(ZeroStrategy(stage=stage), **flags), path, placed)
 
 
 def lightning_worker(config: dict[str, Any]) -> None:
@@ -78,7 +120,7 @@ def lightning_worker(config: dict[str, Any]) -> None:
 
     from zero_strategy.integrations.ray import RayReportCallback, RayZeroStrategy, reported_checkpoint
 
-    path = reported_checkpoint() or config.get("resume")
+    path, placed = reported_checkpoint(), "dies" in config
     for stage in config["stages"]:
         trainer = pl.Trainer(
             max_epochs=config["epochs"],
@@ -87,11 +129,12 @@ def lightning_worker(config: dict[str, Any]) -> None:
             strategy=RayZeroStrategy(stage=stage),
             plugins=[RayLightningEnvironment()],
             callbacks=[RayReportCallback(every_n_train_steps=config.get("every", 0))],
+            use_distributed_sampler=not placed,
             **QUIET,
         )
         trainer = prepare_trainer(trainer)
-        fails = (lambda step: die_once(step, config["dies"])) if "dies" in config else None
-        losses = fit(trainer, path, fails)
+        fails = (lambda step: die_once(step, config["dies"])) if placed else None
+        losses = fit(trainer, path, placed, fails)
         tell(config, f"stage{stage}", {"losses": losses, "world": trainer.world_size, "path": path})
 
 
