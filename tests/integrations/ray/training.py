@@ -243,9 +243,9 @@ def transformers_loop(folder: str, callbacks: list[Any], path: str | None = None
 
 @contextmanager
 def ended(runner: Any) -> Iterator[Any]:
-    """Let go of an engine or Accelerator at the end."""
+    """Let go of an engine, or of what an Accelerator holds, whose `end_training` would end the process group, too."""
     yield runner
-    (runner.close if hasattr(runner, "close") else runner.end_training)()
+    (runner.close if hasattr(runner, "close") else runner.free_memory)()
 
 
 def loops_worker(config: dict[str, Any]) -> None:
@@ -268,13 +268,15 @@ def loops_worker(config: dict[str, Any]) -> None:
 
 def loops_without_ray(folder: str) -> dict[str, Any]:
     """The oracle, on the ranks of a pool: no report, no resume."""
+    from tests.integrations.accelerate.training import fresh_state
     from tests.integrations.lightning.trainers import join
 
     join()
     found: dict[str, Any] = {}
-    for name, loop in (("engine", engine_loop), ("accelerate", accelerate_loop)):
-        found[name], runner = loop(range(6))
-        with ended(runner):
-            pass
-    found["transformers"] = transformers_loop(folder, [])
+    with fresh_state():
+        for name, loop in (("engine", engine_loop), ("accelerate", accelerate_loop)):
+            found[name], runner = loop(range(6))
+            with ended(runner):
+                pass
+        found["transformers"] = transformers_loop(folder, [])
     return found
