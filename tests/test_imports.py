@@ -16,7 +16,7 @@ LATER = [
     "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor",
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.utils.cpp_extension", "torch.utils.data",
     "omegaconf", "yaml", "sympy", "safetensors", "fsspec", "tqdm", "matplotlib", "hydra", "lightning", "accelerate",
-    "transformers",
+    "transformers", "ray",
 ]  # fmt: skip
 SCRIPT = f"""
 import sys
@@ -73,7 +73,7 @@ def test_what_is_not_installed_is_named(name: str, needed: str) -> None:
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == said, done.stderr
 
 
-FRAMEWORKS = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft"]
+FRAMEWORKS = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft", "ray"]
 BARE = f"""
 import importlib, pkgutil
 from importlib.machinery import PathFinder

@@ -73,6 +73,7 @@ FEATURES = {
     ],
     "guides/precision.md": ["optim/test_nonfinite_steps.py"],
     "guides/preemption.md": ["integrations/lightning/test_preemption.py", "integrations/lightning/test_resume.py"],
+    "guides/ray.md": ["integrations/lightning/test_launched_counts.py", "integrations/ray/test_reports.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
     "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],

@@ -34,7 +34,7 @@ TIERS = ("unit", "ranks", "system")
 _FIXTURES = {"ranks", "fresh_ranks"}
 _STARTERS = {
     "subprocess", "multiprocessing", "run_warm", "run_warm_script", "run_local_ranks", "fork_server",
-    "verify", "doctor", "build_on_host",
+    "verify", "doctor", "build_on_host", "TorchTrainer",
 }  # fmt: skip
 _POOLS = {"tests.launcher", "tests.conftest"}
 _DROPPED = pytest.StashKey[int]()

@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -56,6 +55,7 @@ from zero_strategy.integrations.lightning.setup import (
     TensorMesh,
     check_device,
     check_world_size,
+    count_processes,
     read_settings,
     shows_settings,
 )
@@ -212,7 +212,7 @@ class FabricStrategy(TensorMesh, _Base):
 
     def _resolve(self) -> ResolvedConfig:
         devices, nodes = self.num_processes, self.num_nodes
-        world_size = dist.get_world_size() if dist.is_initialized() else nodes * devices
+        world_size = count_processes(self)
         flag = self.precision.precision
         facts = {"training_precision": Fact(flag, f"Fabric(precision={flag!r})")}
         if devices * nodes == world_size:
@@ -221,9 +221,11 @@ class FabricStrategy(TensorMesh, _Base):
 
     def setup_environment(self) -> None:
         """Process group, and the checks that need no model."""
+        # First, as there may be no device for this rank; and once more for the group.
+        check_world_size(self, "Fabric")
         check_device(self.root_device, "Fabric")
         super().setup_environment()
-        check_world_size(self.num_nodes, self.num_processes, "Fabric")
+        check_world_size(self, "Fabric")
         self.make_tensor_mesh()
         self.precision.device_type = self.root_device.type
 

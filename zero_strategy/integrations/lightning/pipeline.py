@@ -25,7 +25,7 @@ from zero_strategy.config import Fact, ResolvedConfig, ZeroConfig, batch_fact, r
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.lightning.checkpoint_dict import untouched, whole
 from zero_strategy.integrations.lightning.module_engine import engine_for, engine_of
-from zero_strategy.integrations.lightning.setup import schedulers_left_alone
+from zero_strategy.integrations.lightning.setup import count_processes, schedulers_left_alone
 from zero_strategy.integrations.lightning.trainer import StrategySettings
 from zero_strategy.integrations.lightning.uneven import same_number
 from zero_strategy.integrations.pipeline_runs import IntegrationRunner
@@ -130,7 +130,7 @@ class TrainerPipeline(_Base):
 
     @property
     def _world(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
+        return count_processes(self)
 
     def _with_stages(self, world: int) -> ZeroConfig:
         # What is derived here may be another number in the next run.

@@ -89,18 +89,45 @@ def check_device(device: torch.device, owner: str) -> None:
         )
 
 
-def check_world_size(nodes: int, processes: int, owner: str) -> None:
-    """Raise if the process group is not as large as the framework's flags say.
+def count_processes(strategy: Any) -> int:
+    """Number of processes of a job: of its process group, else as its launcher's environment counts them."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return _launched(strategy)
+
+
+def _launched(strategy: Any) -> int:
+    """Number of processes that the cluster environment of Lightning tells, or the flags where it tells none."""
+    flags: int = strategy.num_nodes * strategy.num_processes
+    environment = strategy.cluster_environment
+    if environment is None:
+        return flags
+    # Lightning's own environment believes it; those of launchers know better, and ignore it.
+    environment.set_world_size(flags)
+    return int(environment.world_size())
+
+
+def check_world_size(strategy: Any, owner: str) -> None:
+    """Raise, on all ranks, unless flags, launcher and process group have one number of processes.
+
+    Args:
+        strategy: One of the Trainer or of Fabric.
+        owner: Which of them, for the message.
 
     Raises:
-        ValueError: Naming both numbers.
+        ValueError: Naming the numbers.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != nodes * processes:
-        raise ValueError(
-            f"{owner}(devices={processes}, num_nodes={nodes}) means {nodes * processes} process(es), but the process "
-            f"group has {world}; set devices and num_nodes to what was launched"
-        )
+    nodes, processes, launched = strategy.num_nodes, strategy.num_processes, _launched(strategy)
+    group = dist.get_world_size() if dist.is_initialized() else launched
+    if nodes * processes == launched == group:
+        return
+    flags = f"{owner}(devices={processes}, num_nodes={nodes}) means {nodes * processes} process(es)"
+    counts = f"{type(strategy.cluster_environment).__name__} has {launched}"
+    if group != launched:
+        counts += f" and the process group {group}"
+    if nodes * processes == launched:  # then the flags are right, and what is wrong is how the group was made
+        raise ValueError(f"{counts}; make the process group of all processes that were launched")
+    raise ValueError(f"{flags}, but {counts}; set devices and num_nodes to what was launched")
 
 
 def trainer_facts(trainer: Any, world_size: int, alike: int = 1) -> dict[str, Fact]:

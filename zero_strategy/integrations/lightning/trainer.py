@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -48,6 +47,7 @@ from zero_strategy.integrations.lightning.setup import (
     TensorMesh,
     check_device,
     check_world_size,
+    count_processes,
     read_settings,
     schedulers_left_alone,
     shows_settings,
@@ -203,23 +203,23 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         return f"{name}(stage={self.config.stage}), for the Trainer of {mine or 'its base class'}; {others}"
 
     def _resolve(self) -> ResolvedConfig:
-        world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
-        return resolve(self.config, world_size, self._facts())
+        return resolve(self.config, count_processes(self), self._facts())
 
     def _facts(self) -> dict[str, Fact]:
-        world_size = dist.get_world_size() if dist.is_initialized() else self.num_nodes * self.num_processes
         module = self._lightning_module
         trainer = None if module is None else module._trainer
         alike = (self.config.mesh.tensor or 1) * self.config.mesh.sequence
-        return {} if trainer is None else trainer_facts(trainer, world_size, alike)
+        return {} if trainer is None else trainer_facts(trainer, count_processes(self), alike)
 
     # ---- set-up ----
 
     def setup_environment(self) -> None:
         """Process group, and the checks that need no model."""
+        # First, as there may be no device for this rank; and once more for the group.
+        check_world_size(self, "Trainer")
         check_device(self.root_device, "Trainer")
         super().setup_environment()
-        check_world_size(self.num_nodes, self.num_processes, "Trainer")
+        check_world_size(self, "Trainer")
         self.precision_plugin.device_type = self.root_device.type
         assert self.lightning_module is not None
         self.make_tensor_mesh()
