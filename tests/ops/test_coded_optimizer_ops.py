@@ -187,7 +187,7 @@ def test_results_do_not_depend_on_threads() -> None:
     assert len(digests) == 1
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_of_coded_states_are_named() -> None:
     p, g, hyper = torch.ones(300), torch.ones(300), torch.tensor([ROW["lion"]], dtype=torch.float64)
     codes, scales = torch.zeros(300, dtype=torch.uint8), torch.zeros(blocks_of(300))
     ops.lion8_([p], [g], ([codes], [scales]), hyper)
