@@ -370,6 +370,8 @@ def with_bias(stage: int) -> tuple[Tensor, torch.dtype]:
     engine = ZeroEngine(net, {"stage": stage, "units": {"min_numel": 1}})
     net(torch.ones(2, 8)).sum().backward()
     found = net(torch.ones(2, 8)).detach()
+    with pytest.raises(ValueError, match=r"base.bias"):  # a user's own assignment is not left out
+        net.base.bias.data = torch.zeros(64, dtype=torch.bfloat16)
     return found, engine.full_state_dict()["base.bias"].dtype
 
 

@@ -112,6 +112,11 @@ class CastByLibrary(nn.Parameter):
     """
 
 
+def is_asked_by_library(frame: FrameType) -> bool:
+    """True if a layer of the library asks, and not the user's code."""
+    return str(frame.f_globals.get("__name__", "")).startswith(_LIBRARY)
+
+
 class QuantisedLayers:
     """Layers whose scales are parameters, as they were when a model took them.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.quantized.entries import DESCRIPTION, TABLES
+from zero_strategy.quantized.foreseen import NESTED_BLOCK
 from zero_strategy.quantized.scales import OFFSET, attach_scales
 from zero_strategy.quantized.values import is_transposed
 from zero_strategy.runtime.torch_private import swap_values
@@ -27,8 +28,6 @@ SLICED = ("weight.absmax", "weight.nested_absmax", "SCB")
 """Scales that are divided as their weights are."""
 _STORED = (*SLICED, *TABLES, f"{DESCRIPTION}nf4", f"{DESCRIPTION}fp4", "weight_format")
 """Names in files of what belongs to a quantised weight, behind the layer's."""
-_NESTED_BLOCK = 256
-"""Scales that share a scale of their own, where they are quantised, too."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ class WeightQuantiser:
             state.absmax, state.nested = _meta(blocks, torch.uint8), True
             state.offset = torch.tensor(math.nan)  # until one rank has it: `close_deferred`
             state.state2 = library.QuantState(
-                _meta(-(-blocks // _NESTED_BLOCK), torch.float32),
+                _meta(-(-blocks // NESTED_BLOCK), torch.float32),
                 code=library.create_dynamic_map(),
-                blocksize=_NESTED_BLOCK,
+                blocksize=NESTED_BLOCK,
                 dtype=torch.float32,
             )
         packed = -(-math.prod(shape) // 2) // weight.quant_storage.itemsize
