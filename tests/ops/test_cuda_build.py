@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops.cuda_on_host import OPS
-from zero_strategy.ops.build import COMMON_ARCHITECTURES, Recipe, build, recipe, takes_cuda_sources
+from zero_strategy.ops.build import COMMON_ARCHITECTURES, Recipe, build, carried_recipe
 from zero_strategy.ops.library import op_names
 
+pytestmark = pytest.mark.timeout(1800)  # once for a machine and a state of the sources, CUDA kernels are compiled
 TORCH_LIBRARIES = Path(torch.__file__).parent / "lib"
 # What a torch without CUDA has not.
 OF_CUDA = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
@@ -31,11 +31,11 @@ assert all(library.has_kernel(name, "CUDA") and not library.has_kernel(name, "CP
 
 @pytest.fixture(scope="module")
 def made() -> Recipe:
-    # All of it for the oldest, what computes for the newest, too (below): no source asks which one it is compiled for.
-    found = recipe("cuda", COMMON_ARCHITECTURES[:1])
+    # The one that a binary wheel carries: it is compiled once, without a warning, for these tests and for packaging's.
+    found = carried_recipe("cuda")
     if found.compiler is None:
         pytest.skip("no nvcc here")
-    return replace(found, flags=(*found.flags, "-Werror=all-warnings"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,8 @@ def test_it_needs_the_stable_abi_of_torch_and_shows_nothing_of_its_own(library: 
     assert all(name.startswith(("aoti_torch_", "torch_")) for name in wanted), wanted
     assert wanted - OF_CUDA <= symbols("--defined-only", TORCH_LIBRARIES / "libtorch_cpu.so")
     needed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
-    if takes_cuda_sources(recipe("cuda").compiler):
-        assert "[libtorch_cuda.so]" in needed
-    else:
-        assert "[libtorch.so]" in needed  # through which the loader finds those symbols
-        assert "libcudart" not in needed  # whose version would have to be torch's
+    assert "[libtorch.so]" in needed  # through which the loader finds those symbols
+    assert "libcudart" not in needed  # whose version would have to be torch's
     assert not [name for name in symbols("--defined-only", library) if "2zs" in name]
 
 
@@ -86,7 +83,7 @@ def test_it_registers_every_op(library: Path, tmp_path: Path) -> None:
 )
 def test_arithmetic_is_ieee(made: Recipe, tmp_path: Path, name: str, expected: set[str]) -> None:
     """No contraction, no flush of small numbers to zero, no approximate division or root."""
-    source = next(path for path in made.sources if path.stem == name)
+    source = next(path for path in made.sources if path.name == f"{name}.cu")
     target = tmp_path / f"{name}.ptx"
     flags = [flag for flag in made.flags if not flag.startswith("-gencode")]
     flags += [f"-arch=sm_{COMMON_ARCHITECTURES[-2]}", "-ptx"]

@@ -581,3 +581,16 @@ def test_calls_wait_for_cuda() -> None:
         private.call_when_cuda_starts(lambda: None)
         assert len(torch.cuda._queued_calls) == before + 1
         torch.cuda._queued_calls.pop()
+
+
+class _Marked(nn.Parameter):
+    """A subclass without anything of its own."""
+
+
+def test_a_tensor_of_a_class_and_what_to_asks_for() -> None:
+    values = torch.arange(3)
+    made = private.of_class(_Marked, values)
+    assert type(made) is _Marked and not made.requires_grad and made.data_ptr() == values.data_ptr()
+    assert private.target_of_to("meta", torch.float16) == (torch.device("meta"), torch.float16, False)
+    assert private.target_of_to(torch.ones(1), non_blocking=True) == (torch.device("cpu"), torch.float32, True)
+    assert private.is_traceable_wrapper_subclass(TwoTensor(torch.ones(1), torch.ones(1)))

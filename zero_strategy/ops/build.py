@@ -242,6 +242,8 @@ CUDA_FLAGS = (
     f"-DTORCH_TARGET_VERSION={TARGET_ABI}",
     "-DUSE_CUDA",
 )
+_CUDA_HOST_FLAGS = ("-O3", "-fvisibility=hidden", "-ffp-contract=off", *CUDA_FLAGS[-2:])
+"""Flags of the CUDA library's .cpp files, which have no device code and are compiled once for all architectures."""
 _UNDEFINED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 """Parts of CUDA's headers that `cpp_extension` leaves out, and the kernels use."""
 IO_FLAGS: tuple[str, ...] = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
@@ -253,7 +255,8 @@ after 10.0 and has none of its own (11.0, what is still to come) of PTX, which "
 """
 LIBRARIES = ("cpu", "cuda", "io")
 """All of them; a binary wheel carries each that can be built where it is made."""
-_CARRIED_CUDA_FLAGS = ("-Xfatbin=-compress-all",)
+_CARRIED_CUDA_FLAGS = ("-Xfatbin=-compress-all", "-Werror=all-warnings")
+"""Beside those of a build for its own machine, where a warning of a newer compiler is no reason to go without."""
 _TITLES = {"cpu": "cpu ops", "cuda": "cuda ops", "io": "file I/O"}
 
 
@@ -317,10 +320,9 @@ def recipe(name: str, architectures: Sequence[str] = ()) -> Recipe:
     if name not in LIBRARIES:
         raise ValueError(f"there is no native library {name!r}; there are {', '.join(LIBRARIES)}")
     folder = SOURCES / name
-    pattern = "*.cu" if name == "cuda" else "*.cpp"
     shared = [] if name == "io" else SOURCES.glob("*.h")
     headers = [*shared, *(path for kind in ("h", "cuh", "inl") for path in folder.glob(f"*.{kind}"))]
-    sources = sorted(folder.glob(pattern))
+    sources = sorted([*folder.glob("*.cu"), *folder.glob("*.cpp")])
     if name != "cuda":
         compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
         flags = IO_FLAGS if name == "io" else CPU_FLAGS
@@ -482,6 +484,7 @@ def _compile_cuda(made: Recipe, folder: Path) -> Path:
     order = {
         "name": "zero_strategy_cuda",
         "sources": [str(path) for path in made.sources],
+        "extra_cflags": list(_CUDA_HOST_FLAGS),
         "extra_cuda_cflags": [*made.flags, *(f"-U__CUDA_NO_{part}__" for part in _UNDEFINED)],
         "extra_ldflags": shared_libstdcxx(os.environ.get("CXX", "c++")),
         "build_directory": str(folder),

@@ -26,7 +26,7 @@ _MAGIC = 0xBA55ED50
 _CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQIIII")
 _PTX, _MACHINE_CODE = 1, 2
 _RUNTIME = re.compile(rb"zero_strategy: CUDA runtime (\d+)\0")
-"""`kRuntime` in cpp/cuda/binding.cu."""
+"""`kRuntime` in cpp/cuda/binding.cpp."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ weight and not the offset of its scales, which gives other values. With these ho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.runtime.bounded_json import parse
 from zero_strategy.runtime.torch_private import parameters_of
 
 TABLES = ("weight.quant_map", "weight.nested_quant_map")
@@ -53,7 +53,9 @@ def _take(layer: Any, entries: Mapping[str, Any], prefix: str, *_: object) -> No
     described = [key for key in entries if key.startswith(prefix + DESCRIPTION)]
     if state.nested and not described and f"{prefix}weight.nested_absmax" in entries:
         raise ValueError(undescribed(f"{prefix}weight"))
-    fields: dict[str, Any] = json.loads(bytes(entries[described[0]].cpu().numpy())) if described else {}
+    fields: dict[str, Any] = {}
+    if described:
+        fields = parse(bytes(entries[described[0]].cpu().numpy()), described[0])
     mine = {"quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape)}
     mine["nested_blocksize"] = state.state2.blocksize if state.nested else None
     for field, value in mine.items() if described else ():

@@ -7,7 +7,8 @@ With `enable_fsdp_float8_all_gather=True` the parameter is another tensor, which
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_strategy.runtime.torch_private import is_traceable_wrapper_subclass
 
 _LIBRARY = "torchao."
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.quantized.scales import Scale, is_quantised, library_class, scale, slots_of
-from zero_strategy.runtime.torch_private import parameters_of
+from zero_strategy.runtime.torch_private import of_class, parameters_of
 
 _BLOCK, NESTED_BLOCK = 64, 256
 
@@ -159,7 +159,7 @@ def _in_rows(outputs: int, inputs: int) -> dict[str, nn.Parameter]:
 
 
 def _weight(shape: tuple[int, int], dtype: torch.dtype, unpacked: int) -> ForeseenWeight:
-    made: ForeseenWeight = torch.Tensor._make_subclass(ForeseenWeight, _meta(shape, dtype), False)
+    made = of_class(ForeseenWeight, _meta(shape, dtype))
     made.unpacked = unpacked
     return made
 

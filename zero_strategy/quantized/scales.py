@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zero_strategy.quantized.entries import leave_entries, load_entries
 from zero_strategy.quantized.rows import follow_no_weight, follow_weight
-from zero_strategy.runtime.torch_private import parameters_of
+from zero_strategy.runtime.torch_private import of_class, parameters_of, target_of_to
 
 _LIBRARY = "bitsandbytes."
 _FAST_EVALUATION = "support_avx512bf16_for_cpu"
@@ -41,7 +41,7 @@ class Scale(nn.Parameter):
         """See torch; a module's cast moves the scale alone."""
         if not _is_asked_by_module(sys._getframe(1)):
             return super().to(*arguments, **keywords)
-        device, _, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
+        device, _, non_blocking = target_of_to(*arguments, **keywords)
         return super().to(self.device if device is None else device, non_blocking=non_blocking)
 
     def float(self) -> Any:
@@ -68,8 +68,7 @@ def _is_asked_by_module(frame: FrameType) -> bool:
 
 def scale(values: Tensor) -> Scale:
     """A scale that has these values, in their memory."""
-    made: Scale = torch.Tensor._make_subclass(Scale, values.detach(), False)
-    return made
+    return of_class(Scale, values.detach())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+S = TypeVar("S", bound=Tensor)
 
 # ---- autograd ----
 
@@ -188,6 +189,18 @@ def is_used_elsewhere(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()  # a holder as well
     counted: Any = tensor
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2 or counted._use_count() > 1)
+
+
+def of_class(kind: type[S], values: Tensor) -> S:
+    """A tensor of a subclass in the memory of another one, without a gradient."""
+    made: S = Tensor._make_subclass(kind, values, False)
+    return made
+
+
+def target_of_to(*arguments: Any, **keywords: Any) -> tuple[torch.device | None, torch.dtype | None, bool]:
+    """What the arguments of `nn.Module.to` ask for: device, dtype, whether the copy may be asynchronous."""
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
+    return device, dtype, non_blocking
 
 
 def wrapper_tensor(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

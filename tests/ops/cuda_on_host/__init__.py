@@ -62,13 +62,13 @@ def _compile(folder: Path, compiler: str, headers: Path) -> Path:
     for name in ("launch.cuh", "device.cpp"):
         shutil.copy(HERE / name, sources)
     _change(sources / "tensors.cuh", "is_cuda()", "is_cpu()")
-    for binding in sources.glob("*binding.cu"):
+    for binding in sources.glob("*binding.cpp"):
         _change(binding, "(zero_strategy, CUDA, ", "(zero_strategy, CPU, ")
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-w", "-DUSE_CUDA"]
     flags += ["-U_FORTIFY_SOURCE"]  # which takes a jump between stacks for an error
     flags += [f"-DTORCH_TARGET_VERSION={TARGET_ABI}", "-include", str(sources / "launch.cuh"), f"-I{headers}"]
     flags += [f"-I{path}" for path in include_paths()]
-    files = [*sources.glob("*.cu"), sources / "device.cpp"]
+    files = [*sources.glob("*.cu"), *sources.glob("*.cpp")]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda file: _run([compiler, *flags, "-x", "c++", "-c", str(file), "-o", f"{file}.o"]), files))
     library = folder / "on_host.so"

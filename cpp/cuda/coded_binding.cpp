@@ -1,4 +1,4 @@
-// The CUDA kernels of steps on states of 8 bits, as binding.cu for the others.
+// The CUDA kernels of steps on states of 8 bits, as binding.cpp for the others.
 #include <torch/csrc/stable/library.h>
 
 #include "../dynamic_map.h"

@@ -1,4 +1,4 @@
-// The CUDA kernels of the layer ops that zero_strategy/ops defines, as binding.cu for the others: normalisation, gelu,
+// The CUDA kernels of the layer ops that zero_strategy/ops defines, as binding.cpp for the others: normalisation, gelu,
 // dropout and softmax over rows of a tensor.
 #include <torch/csrc/stable/library.h>
 

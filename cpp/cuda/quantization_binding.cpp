@@ -1,4 +1,4 @@
-// The CUDA kernels of block quantisation, as binding.cu for the others.
+// The CUDA kernels of block quantisation, as binding.cpp for the others.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
