@@ -198,7 +198,7 @@ def of_class(kind: type[S], values: Tensor) -> S:
 
 
 def target_of_to(*arguments: Any, **keywords: Any) -> tuple[torch.device | None, torch.dtype | None, bool]:
-    """What the arguments of `nn.Module.to` ask for: device, dtype, whether the copy may be asynchronous."""
+    """Device, dtype and permission to copy asynchronously that arguments of `nn.Module.to` ask for."""
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*arguments, **keywords)
     return device, dtype, non_blocking
 
