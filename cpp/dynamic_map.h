@@ -40,8 +40,7 @@ constexpr DynamicMap dynamic_map(bool is_signed) {
   for (int decade = 1; decade < kDecades; ++decade) {
     const int first = int(map.width[decade]), last = decade == kDecades - 1 ? first : 2 * first - 1;
     for (int number = first; number <= last; ++number) {
-      const float scaled = float(number) * map.slope[decade];
-      const float value = scaled + map.start[decade];
+      const float value = float(double(number) * double(map.slope[decade]) + double(map.start[decade]));  // once rounded
       map.value[is_signed ? 256 - number : number - 1] = value;
       if (is_signed && number < 128) map.value[number] = -value;
     }

@@ -7,20 +7,23 @@ struct Map {
 };
 
 #if ZS_TARGET_LEVEL == 512
-// Constants by the last bits of an exponent, as permutations of registers look them up.
+// Constants by the last bits of an exponent, or by decade, as permutations of registers look them up.
 template <bool kSigned>
-struct ByExponent {
-  alignas(64) float slope[16] = {}, start[16] = {}, factor[16] = {};  // the latter by decade
+struct Lookup {
+  alignas(64) float slope[16] = {}, start[16] = {};
+  alignas(64) float factor[16] = {}, shift[16] = {};  // by decade; number = part x factor + shift
   alignas(64) float bound[32] = {};  // in [2^(i - 31), 2^(i - 30)): there is one at most
   alignas(64) int32_t decade[32] = {};  // below it
 
-  constexpr ByExponent() {
+  constexpr Lookup() {
     constexpr DynamicMap map = dynamic_map(kSigned);
-    for (int at = 1; at < kDecades; ++at) {
-      const int place = (at + (kSigned ? 126 : 127)) & 15;  // a number's own exponent says its decade
-      slope[place] = map.slope[at];
-      start[place] = map.start[at];
+    for (int at = 0; at < kDecades; ++at) {
       factor[at] = map.factor[at];
+      shift[at] = at == kDecades - 1 ? map.width[at] : map.width[at] * kShift;
+      if (at == 0) continue;
+      const int place = (at + (kSigned ? 126 : 127)) & 15;  // a number's own exponent says its decade
+      slope[place] = kSigned ? -map.slope[at] : map.slope[at];  // a positive code is a negative value
+      start[place] = map.start[at];
     }
     double from = 1.0 / (1u << 31);
     for (int exponent = 0; exponent < 32; ++exponent, from *= 2) {
@@ -33,60 +36,72 @@ struct ByExponent {
   }
 };
 
-// Sixteen elements at once.
+// A constant that the compiler takes for a value: from a register or from memory. It would make it anew in every turn
+// otherwise, on the one port that permutations need.
+inline __attribute__((always_inline)) __m512i kept(int32_t value) {
+  __m512i all = _mm512_set1_epi32(value);
+  asm("" : "+v"(all));
+  return all;
+}
+
+inline __attribute__((always_inline)) __m512 kept(float value) { return _mm512_castsi512_ps(kept(int32_t(bits_of(value)))); }
+
+// Sixteen elements at once, by the arithmetic of decode_block and encode_block.
 template <bool kSigned>
 struct Wide {
-  static constexpr ByExponent<kSigned> known{};
-  __m512 slope, start, factor, low_bound, high_bound;
+  static constexpr Lookup<kSigned> known{};
+  const __m512i magnitude_bits = kept(0x7fffffff), sign_bit = kept(int32_t(0x80000000u)), one = kept(1), low = kept(96);
+  const __m512 two = kept(2.0f), twice = kept(2.25f), below = kept(-0.75f);
+  __m512 slope, start, factor, shift, low_bound, high_bound;
   __m512i low_decade, high_decade;
 
   inline __attribute__((always_inline)) Wide() {
-    slope = _mm512_load_ps(known.slope), start = _mm512_load_ps(known.start), factor = _mm512_load_ps(known.factor);
+    slope = _mm512_load_ps(known.slope), start = _mm512_load_ps(known.start);
+    factor = _mm512_load_ps(known.factor), shift = _mm512_load_ps(known.shift);
     low_bound = _mm512_load_ps(known.bound), high_bound = _mm512_load_ps(known.bound + 16);
     low_decade = _mm512_load_si512(known.decade), high_decade = _mm512_load_si512(known.decade + 16);
   }
 
   inline __attribute__((always_inline)) __m512 decode(__m128i codes, __m512 scale) const {
     const __m512i wide = kSigned ? _mm512_cvtepi8_epi32(codes) : _mm512_cvtepu8_epi32(codes);
-    const __m512i number = kSigned ? _mm512_abs_epi32(wide) : _mm512_add_epi32(wide, _mm512_set1_epi32(1));
-    const __mmask16 present = _mm512_test_epi32_mask(wide, wide);
-    const __m512 real = _mm512_cvtepi32_ps(number);
-    const __m512i exponent = _mm512_srli_epi32(_mm512_castps_si512(real), 23);
-    const __m512 scaled = _mm512_mul_ps(real, _mm512_maskz_permutexvar_ps(present, exponent, slope));
-    __m512 value = _mm512_add_ps(scaled, _mm512_maskz_permutexvar_ps(present, exponent, start));
-    if (kSigned) {
-      const __mmask16 negative = _mm512_cmpgt_epi32_mask(wide, _mm512_setzero_si512());
-      value = _mm512_mask_xor_ps(value, negative, value, _mm512_set1_ps(-0.0f));
+    const __m512 number = _mm512_cvtepi32_ps(kSigned ? wide : _mm512_add_epi32(wide, one));
+    const __m512i exponent = _mm512_srli_epi32(_mm512_castps_si512(number), 23);
+    if (!kSigned) {  // the constants of 1, which stands for zero, are zero
+      const __m512 value = _mm512_fmadd_ps(number, _mm512_permutexvar_ps(exponent, slope),
+                                           _mm512_permutexvar_ps(exponent, start));
+      return _mm512_mul_ps(value, scale);
     }
+    const __mmask16 present = _mm512_test_epi32_mask(wide, wide);
+    const __m512i from = _mm512_castps_si512(_mm512_maskz_permutexvar_ps(present, exponent, start));
+    const __m512 turned = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(from, wide, sign_bit, 0xd2));
+    const __m512 value = _mm512_fmadd_ps(number, _mm512_maskz_permutexvar_ps(present, exponent, slope), turned);
     return _mm512_mul_ps(value, scale);
   }
 
-  // Two operations of one rounding are as exact as each by itself: twice a width, and a width (a power of 2) x kShift.
+  // Only the lowest decade of the unsigned map has numbers before its first, and only the end of a decade has numbers
+  // after its last: up to one before twice the width, which is 2.25 shifts.
   inline __attribute__((always_inline)) __m128i encode(__m512 values, __m512 inverse) const {
     const __m512i bits = _mm512_castps_si512(values);
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    const __m512i magnitude = kSigned ? _mm512_and_si512(bits, magnitude_bits) : bits;  // second moments have no sign
     const __m512 part = _mm512_mul_ps(_mm512_castsi512_ps(magnitude), inverse);
-    const __m512i found = _mm512_srli_epi32(_mm512_castps_si512(part), 23);
-    const __m512i exponent = _mm512_max_epi32(found, _mm512_set1_epi32(96));
+    const __m512i exponent = _mm512_max_epi32(_mm512_srli_epi32(_mm512_castps_si512(part), 23), low);
     const __m512 bound = _mm512_permutex2var_ps(low_bound, exponent, high_bound);
     __m512i decade = _mm512_permutex2var_epi32(low_decade, exponent, high_decade);
     const __mmask16 above = _mm512_cmp_ps_mask(part, bound, _CMP_GT_OQ);
-    decade = _mm512_mask_add_epi32(decade, above, decade, _mm512_set1_epi32(1));
-    const __m512i first = _mm512_set1_epi32(kSigned ? 0x3f000000 : 0x3f800000);
-    const __m512 width = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(decade, 23), first));
-    const __m512 scaled = _mm512_mul_ps(part, _mm512_permutexvar_ps(decade, factor));
-    const __m512 place = _mm512_fmadd_ps(width, _mm512_set1_ps(kShift), scaled);
-    const __m512 last = _mm512_fmsub_ps(width, _mm512_set1_ps(2.0f), _mm512_set1_ps(1.0f));
-    const __m512 inside = _mm512_min_ps(_mm512_max_ps(place, width), last);
+    decade = _mm512_mask_add_epi32(decade, above, decade, one);
+    const __m512 shifts = _mm512_permutexvar_ps(decade, shift);
+    const __m512 place = _mm512_add_ps(_mm512_mul_ps(part, _mm512_permutexvar_ps(decade, factor)), shifts);
+    const __m512 last = _mm512_fmadd_ps(shifts, twice, below);
     if (kSigned) {
+      const __m512 inside = _mm512_min_ps(place, last);
       // inside, negative where the value is not: -(+128) is a byte, and what would be +128 for -1 becomes 127.
-      const __m512i turned = _mm512_ternarylogic_epi32(_mm512_castps_si512(inside), bits,
-                                                       _mm512_set1_epi32(int32_t(0x80000000u)), 0xd2);
+      const __m512i turned = _mm512_ternarylogic_epi32(_mm512_castps_si512(inside), bits, sign_bit, 0xd2);
       return _mm512_cvtsepi32_epi8(_mm512_cvttps_epi32(_mm512_castsi512_ps(turned)));
     }
+    const __m512 inside = _mm512_min_ps(_mm512_max_ps(place, two), last);
     const __mmask16 present = _mm512_test_epi32_mask(magnitude, magnitude);
     const __m512i number = _mm512_cvttps_epi32(inside);
-    return _mm512_cvtepi32_epi8(_mm512_maskz_sub_epi32(present, number, _mm512_set1_epi32(1)));
+    return _mm512_cvtepi32_epi8(_mm512_maskz_sub_epi32(present, number, one));
   }
 };
 #endif
@@ -125,14 +140,20 @@ inline int32_t largest_of(const float* __restrict values, int64_t n) {
   return largest;
 }
 
+// Largest magnitudes that have an inverse.
+inline bool is_usual(int32_t largest) { return largest >= 0x00800000 && largest < 0x7f800000; }
+
+// The other blocks: of zeros, or of something infinite or NaN. Returns the scale.
+inline float without_scale(int32_t largest, int64_t n, uint8_t* codes) {
+  std::memset(codes, 0, size_t(n));
+  return largest >= 0x7f800000 ? float_of(0x7fc00000u) : 0.0f;
+}
+
 // Returns the scale.
 template <bool kSigned>
 ZS_OUTLINE float encode_block(const float* __restrict values, int32_t largest, int64_t n, uint8_t* __restrict codes) {
   constexpr DynamicMap map = dynamic_map(kSigned);
-  if (largest >= 0x7f800000 || largest < 0x00800000) {
-    std::memset(codes, 0, size_t(n));
-    return largest >= 0x7f800000 ? float_of(0x7fc00000u) : 0.0f;
-  }
+  if (!is_usual(largest)) return without_scale(largest, n, codes);
   const float scale = float_of(uint32_t(largest)), inverse = 1.0f / scale;
   int64_t i = 0;
 #if ZS_TARGET_LEVEL == 512
@@ -169,34 +190,148 @@ ZS_OUTLINE float encode_block(const float* __restrict values, int32_t largest, i
   return scale;
 }
 
+// What follows the update of elements [at, at + n) of a segment: their low-precision copy.
+inline void copy_block(const Segment& s, int64_t at, int64_t n) {
+  if (!s.streamed) {
+    copy_out(s.parameter + at, s.copy, at, n);
+    return;
+  }
+  for (int64_t done = 0; done < n; done += kUpdateTile) {
+    stream_out(s.parameter + at + done, s.copy, at + done, smaller(kUpdateTile, n - done));
+  }
+}
+
+#if ZS_TARGET_LEVEL == 512
+constexpr int64_t kBlocksAhead = 2, kAheadOfUpdate = kBlocksAhead * kCodeBlock;
+
+// A block whose scale is known and whose codes are not written yet.
+struct Uncoded {
+  const float* values = nullptr;
+  uint8_t* codes = nullptr;
+  __m512 inverse;
+
+  // Returns the scale. Codes of a block without a usual one are written here, and nothing is left to do.
+  inline __attribute__((always_inline)) float set(const float* block, __m512i magnitudes, uint8_t* target) {
+    const int32_t largest = _mm512_reduce_max_epi32(magnitudes);
+    if (!is_usual(largest)) {
+      codes = nullptr;
+      return without_scale(largest, kCodeBlock, target);
+    }
+    values = block, codes = target;
+    inverse = _mm512_set1_ps(1.0f / float_of(uint32_t(largest)));
+    return float_of(uint32_t(largest));
+  }
+
+  template <bool kSigned>
+  inline __attribute__((always_inline)) void code(const Wide<kSigned>& wide, int64_t i) const {
+    if (codes == nullptr) return;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), wide.encode(_mm512_load_ps(values + i), inverse));
+  }
+};
+
+template <bool kSigned>
+inline __attribute__((always_inline)) void decode_some(const Wide<kSigned>& map, const uint8_t* codes, __m512 scale,
+                                                       float* values) {
+  _mm512_store_ps(values, map.decode(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), scale));
+}
+
+inline __attribute__((always_inline)) __m512i larger(__m512i magnitudes, const float* values, __m512i magnitude_bits) {
+  return _mm512_max_epi32(magnitudes, _mm512_and_si512(_mm512_load_si512(values), magnitude_bits));
+}
+
+// Whole blocks, in steps of sixteen elements. While some are updated, which waits for divisions and roots, those of the
+// block after are decoded and those of the block before are coded: none of the three waits for another. Returns where it
+// ended.
+template <bool kTwo, class Update>
+__attribute__((noinline, flatten)) int64_t by_whole_blocks(const Segment& s, int64_t begin, int64_t end,
+                                                           const Update& given) {
+  if (begin + kCodeBlock > end) return begin;
+  const Update update = given;  // its numbers are known not to change where a state is written
+  // Rows not half a page apart, or the processor would take a load from one for that of a store into another.
+  alignas(64) float gradients[kCodeBlock], firsts[3][kCodeBlock + 32], seconds[3][kCodeBlock + 32];
+  const Wide<true> signed_map;
+  const Wide<false> unsigned_map;
+  const int64_t gradient_size = s.gradient.type == Type::f32 ? 4 : 2;
+  float *const first_scales = s.first_codes.scales, *const second_scales = s.second_codes.scales;
+  Uncoded before, before_second;
+  int64_t at = begin;
+  for (int64_t i = 0; i < kCodeBlock; i += 16) {
+    const int64_t block = at / kCodeBlock;
+    decode_some(signed_map, s.first_codes.codes + at + i, _mm512_set1_ps(first_scales[block]), firsts[0] + i);
+    if (kTwo) {
+      decode_some(unsigned_map, s.second_codes.codes + at + i, _mm512_set1_ps(second_scales[block]), seconds[0] + i);
+    }
+  }
+  for (int turn = 0; at + kCodeBlock <= end; at += kCodeBlock) {
+    const int64_t block = at / kCodeBlock;
+    const int after = turn == 2 ? 0 : turn + 1;
+    const bool fetched = at + (kBlocksAhead + 1) * kCodeBlock <= s.numel;
+    // After the last one it is decoded again, for nothing: that is simpler for the processor than not to.
+    const int64_t next = at + 2 * kCodeBlock <= end ? at + kCodeBlock : at;
+    float* const parameter = s.parameter + at;
+    const float* const gradient = open_tile(s.gradient, at, kCodeBlock, gradients);
+    const char* const gradient_ahead = static_cast<const char*>(s.gradient.data) + (at + kAheadOfUpdate) * gradient_size;
+    uint8_t *const first_codes = s.first_codes.codes + at, *const second_codes = s.second_codes.codes + (kTwo ? at : 0);
+    const uint8_t *const next_first = s.first_codes.codes + next, *const next_second = s.second_codes.codes + next;
+    const __m512 scale = _mm512_set1_ps(first_scales[next / kCodeBlock]);
+    const __m512 second_scale = _mm512_set1_ps(kTwo ? second_scales[next / kCodeBlock] : 0.0f);
+    float *const first = firsts[turn], *const second = seconds[turn];
+    float *const first_after = firsts[after], *const second_after = seconds[after];
+    __m512i largest = _mm512_setzero_si512(), largest_second = largest;
+    for (int64_t i = 0; i < kCodeBlock; i += 16) {
+      if (fetched) {  // one line of each at a time: there are few places for lines under way
+        __builtin_prefetch(parameter + kAheadOfUpdate + i);
+        __builtin_prefetch(gradient_ahead + i * gradient_size);
+        if (i % 64 == 0) {
+          __builtin_prefetch(first_codes + kAheadOfUpdate + i);
+          if (kTwo) __builtin_prefetch(second_codes + kAheadOfUpdate + i);
+        }
+      }
+      decode_some(signed_map, next_first + i, scale, first_after + i);
+      if (kTwo) decode_some(unsigned_map, next_second + i, second_scale, second_after + i);
+      update(parameter + i, gradient + i, first + i, kTwo ? second + i : nullptr, 16);
+      largest = larger(largest, first + i, signed_map.magnitude_bits);
+      if (kTwo) largest_second = larger(largest_second, second + i, signed_map.magnitude_bits);
+      before.code(signed_map, i);
+      if (kTwo) before_second.code(unsigned_map, i);
+    }
+    first_scales[block] = before.set(first, largest, first_codes);
+    if (kTwo) second_scales[block] = before_second.set(second, largest_second, second_codes);
+    copy_block(s, at, kCodeBlock);
+    turn = after;
+  }
+  for (int64_t i = 0; i < kCodeBlock; i += 16) {
+    before.code(signed_map, i);
+    if (kTwo) before_second.code(unsigned_map, i);
+  }
+  return at;
+}
+#endif
+
 // Runs `update(parameter, gradient, first, second, n)` block by block, in float32.
 template <class Update>
 inline void by_blocks(const Segment& s, int64_t begin, int64_t end, const Update& update) {
   alignas(64) float gradients[kCodeBlock], firsts[kCodeBlock], seconds[kCodeBlock];
-  for (int64_t at = begin; at < end; at += kCodeBlock) {
+  int64_t at = begin;
+#if ZS_TARGET_LEVEL == 512
+  at = s.second_codes.codes ? by_whole_blocks<true>(s, at, end, update) : by_whole_blocks<false>(s, at, end, update);
+#endif
+  for (; at < end; at += kCodeBlock) {
     const int64_t n = smaller(kCodeBlock, end - at), block = at / kCodeBlock;
     if (at + 2 * kCodeBlock <= s.numel) {
       fetch({s.parameter, Type::f32}, at + kCodeBlock, kCodeBlock);
       fetch(s.gradient, at + kCodeBlock, kCodeBlock);
     }
-    float* const parameter = s.parameter + at;
     const float* const gradient = open_tile(s.gradient, at, n, gradients);
-    float* const first = s.first_codes.codes ? firsts : nullptr;
     float* const second = s.second_codes.codes ? seconds : nullptr;
-    if (first) decode_block<true>(s.first_codes.codes + at, s.first_codes.scales[block], n, first);
+    decode_block<true>(s.first_codes.codes + at, s.first_codes.scales[block], n, firsts);
     if (second) decode_block<false>(s.second_codes.codes + at, s.second_codes.scales[block], n, second);
-    update(parameter, gradient, first, second, n);
+    update(s.parameter + at, gradient, firsts, second, n);
     // Both before the first is coded, which does not wait for the second then.
-    const int32_t largest = first ? largest_of(first, n) : 0, largest_second = second ? largest_of(second, n) : 0;
-    if (first) s.first_codes.scales[block] = encode_block<true>(first, largest, n, s.first_codes.codes + at);
+    const int32_t largest = largest_of(firsts, n), largest_second = second ? largest_of(second, n) : 0;
+    s.first_codes.scales[block] = encode_block<true>(firsts, largest, n, s.first_codes.codes + at);
     if (second) s.second_codes.scales[block] = encode_block<false>(second, largest_second, n, s.second_codes.codes + at);
-    if (s.streamed) {
-      for (int64_t done = 0; done < n; done += kUpdateTile) {
-        stream_out(parameter + done, s.copy, at + done, smaller(kUpdateTile, n - done));
-      }
-    } else {
-      copy_out(parameter, s.copy, at, n);
-    }
+    copy_block(s, at, n);
   }
   if (s.streamed) end_of_stream();
 }

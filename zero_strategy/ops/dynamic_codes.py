@@ -7,8 +7,8 @@
 Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", 2021 (sections 1.3
 and 2; the dynamic tree is of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2015). The bits of a
 code of the dynamic tree are a sign, e zeros, a one, and the number i of one of 2^F equal parts of [0.1, 1], whose
-middle, times 10^-e, is the value: fine near the block's largest number, and down to 5.5e-7 of it. In float32 it is
-number * slope + start, with two constants for each e.
+middle, times 10^-e, is the value: fine near the block's largest number, and down to 5.5e-7 of it. It is
+number * slope + start, rounded once, with two constants in float32 for each e.
 
     map        codes                   values
     signed     0                       0
@@ -79,7 +79,7 @@ def dynamic_map(signed: bool, device: torch.device | None = None) -> DynamicMap:
     for decade in range(1, _DECADES):
         first = int(widths[decade])
         numbers = torch.arange(first, first + 1 if decade == _DECADES - 1 else 2 * first)
-        found = numbers.float() * slopes[decade] + starts[decade]
+        found = (numbers.double() * slopes[decade].double() + starts[decade].double()).float()  # once rounded
         values[256 - numbers if signed else numbers - 1] = found
         if signed and decade < _DECADES - 1:
             values[numbers] = -found
