@@ -1,4 +1,4 @@
-"""Small models of bitsandbytes' layers, and of a quantised Llama with an adapter."""
+"""Small models of bitsandbytes' and torchao's layers, and of a quantised Llama with an adapter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import bitsandbytes
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from torchao.prototype._nf4tensor_api import NF4WeightOnlyConfig
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from tests.integrations.huggingface.adapters import adapted
 from zero_strategy.integrations.transformers import from_pretrained
@@ -21,6 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
 }
 KINDS = list(SETTINGS)
+WRAPPED: dict[str, Any] = {"torchao-int8": Int8WeightOnlyConfig, "torchao-nf4": NF4WeightOnlyConfig}
+"""Of torchao, whose weights hold tensors."""
 
 
 class Adapted(nn.Module):
@@ -41,6 +45,9 @@ def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
     """One quantised layer with values of its own."""
     plain = nn.Linear(inputs, outputs, bias=False)
     made: nn.Module
+    if kind in WRAPPED:
+        quantize_(plain, WRAPPED[kind]())
+        return plain
     if kind == "int8":
         made = bitsandbytes.nn.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
     else:
@@ -62,6 +69,7 @@ class Net(nn.Module):
 
     def __init__(self, kind: str, width: int = 96) -> None:
         super().__init__()
+        width = 128 if kind in WRAPPED else width  # NF4's scales are quantised by 256
         torch.manual_seed(0)
         self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList(Adapted(layer(kind, width, width), width, width) for _ in range(2))
@@ -77,7 +85,8 @@ class Net(nn.Module):
 
 def bits(tensor: Tensor) -> Tensor:
     """A tensor's bytes: packed values in a floating-point dtype may be NaNs, which equal nothing."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -97,7 +106,8 @@ def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
         how: A key of `SETTINGS`.
         ours: By this package's.
     """
-    options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**SETTINGS[how])} if how else {}
+    config: Any = TorchAoConfig(WRAPPED[how]()) if how in WRAPPED else BitsAndBytesConfig(**SETTINGS.get(how, {}))
+    options: dict[str, Any] = {"quantization_config": config} if how else {}
     read = from_pretrained if ours else (lambda cls, *rest, **more: cls.from_pretrained(*rest, **more))
     base = read(AutoModelForCausalLM, path, dtype=torch.float32, **options)
     # As PEFT's own preparation does: 16-bit parameters aside, nothing is cast.

@@ -302,7 +302,7 @@ def cast(kind: str, folder: str) -> list[str]:
         engine.save_pretrained(f"{folder}/plain")
     else:
         with pytest.raises(
-            ValueError, match=r"would have the 4-bit weight blocks.0.base.weight without what describes"
+            ValueError, match=r"would have the quantised weight blocks.0.base.weight without what describes"
         ):
             engine.save_pretrained(f"{folder}/plain")
     with pytest.raises(ValueError, match=r"publish\(\) sends weights as .*'blocks.0.base.weight' is quantised"):
@@ -324,7 +324,7 @@ def test_a_dtype_of_files_casts_neither_packed_values_nor_scales(ranks: Launcher
         assert not same_bits({n: found[n] for n in names}, {n: plain[n] for n in names})
         assert found["first.weight"].dtype == torch.bfloat16
     if kind != "int8":
-        with pytest.raises(ValueError, match=r"form 'hf' would have the 4-bit weight"):
+        with pytest.raises(ValueError, match=r"form 'hf' would have the quantised weight"):
             convert(tmp_path / "native", tmp_path / "foreign", to_format="hf")
 
 

@@ -26,8 +26,9 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from zero_strategy.fsdp.ownership import owner_of
-from zero_strategy.fsdp.released import LOOKS_AT_GRAPH, METADATA, QUICK, STRIDES, call_again, quick
+from zero_strategy.fsdp.released import LOOKS_AT_GRAPH, QUICK, call_again, quick
 from zero_strategy.fsdp.tracked import Tracked, TrackedParameter
+from zero_strategy.runtime.metadata_calls import METADATA, STRIDES
 from zero_strategy.runtime.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
 

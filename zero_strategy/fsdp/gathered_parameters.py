@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from zero_strategy.fsdp.init import Construction, constructions_of
 from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
 from zero_strategy.fsdp.released import EditWatch
+from zero_strategy.quantized.wrapped import HoldsParameters, inner_tensors
 
 if TYPE_CHECKING:
     from zero_strategy.fsdp.param_bucket import ParameterBucket
@@ -45,7 +46,9 @@ class GatheredParameters:
     def __init__(
         self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None, enabled: bool = True
     ) -> None:
-        self._parameters = [params] if isinstance(params, nn.Parameter) else list(params)
+        given: list[Any] = [params] if isinstance(params, nn.Parameter | HoldsParameters) else list(params)
+        parts = (inner_tensors(each).values() if isinstance(each, HoldsParameters) else (each,) for each in given)
+        self._parameters: list[nn.Parameter] = [parameter for each in parts for parameter in each]
         self._modifier_rank, self._enabled = modifier_rank, enabled
         self._scopes = ExitStack()
         self._pinned: list[tuple[Construction, list[nn.Parameter]]] = []

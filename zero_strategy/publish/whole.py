@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.fsdp.dtensor import held_by, is_dtensor, whole_of
 from zero_strategy.fsdp.shard_storage import PARAMETERS
-from zero_strategy.quantized.values import dequantised, hollow_values, quantised_layers
+from zero_strategy.quantized.values import dequantised, hollow_values, leading_key, quantised_layers
 from zero_strategy.train_state import TrainState
 
 Conversion = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -199,7 +199,7 @@ def _sources(module: nn.Module, merge_adapters: bool) -> Iterator[_Source]:
     for name, tensor in state_dict_entries(module):
         if (path := name.rpartition(".weight")[0]) in quantised or (path := name.rpartition(".")[0]) in quantised:
             # Values, and no scales: a server quantises in a way of its own, if at all.
-            if name == f"{path}.weight":
+            if name == f"{path}.{leading_key(quantised[path])}":
                 yield _dequantised(path, quantised[path], adapted)
             elif name == f"{path}.bias":
                 yield _plain(name if adapted is None else adapted.name_of(name), tensor)

@@ -6,12 +6,13 @@ weight and not the offset of its scales, which gives other values. With these ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.quantized.wrapped import PACKED, kept_names
 from zero_strategy.runtime.bounded_json import parse
 from zero_strategy.runtime.torch_private import parameters_of
 
@@ -21,7 +22,7 @@ DESCRIPTION = "weight.quant_state.bitsandbytes__"
 _HANDLES, _PREFIX = "_zero_strategy_entries", "_zero_strategy_prefix"
 
 
-def kept_in_dtype(names: Iterable[str]) -> frozenset[str]:
+def kept_in_dtype(names: Collection[str]) -> frozenset[str]:
     """Names, among those of a state, of packed values and scales, which mean nothing in another dtype."""
     found = set[str]()
     for name in names:
@@ -29,7 +30,7 @@ def kept_in_dtype(names: Iterable[str]) -> frozenset[str]:
             found |= {name, name.rpartition(".")[0]}
         elif name == "SCB" or name.endswith(".SCB"):
             found |= {name, f"{name.removesuffix('SCB')}weight"}
-    return frozenset(found)
+    return frozenset(found | kept_names(names))
 
 
 def load_entries(layer: nn.Module) -> None:
@@ -84,7 +85,7 @@ def _refer_to_parameters(layer: nn.Module, state: Any) -> None:
 
 
 def check_foreign(names: Iterable[str], what: str) -> None:
-    """Refuse to write 4-bit weights where their descriptions have no place.
+    """Refuse to write quantised weights where their descriptions have no place.
 
     Args:
         names: Of all weights.
@@ -93,9 +94,10 @@ def check_foreign(names: Iterable[str], what: str) -> None:
     Raises:
         ValueError: Naming a weight.
     """
-    if packed := next((name for name in names if name.endswith(".weight.absmax")), None):
+    parts = (".weight.absmax", *(f".weight.{name}" for name in PACKED))
+    if packed := next((name for name in names if name.endswith(parts)), None):
         raise ValueError(
-            f"{what} would have the 4-bit weight {packed.removesuffix('.absmax')} without what describes it, and "
+            f"{what} would have the quantised weight {packed.rpartition('.')[0]} without what describes it, and "
             "nobody could read it: save the adapter (PEFT's save_pretrained, ZeroTrainer.save_model), keep a "
             "checkpoint of this package (engine.save), or write the values that engine.weights() gives"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from zero_strategy.quantized.wrapped import is_wrapped
 from zero_strategy.runtime.torch_private import is_traceable_wrapper_subclass
 
 _LIBRARY = "torchao."
@@ -27,7 +28,7 @@ def check_own_values(name: str, parameter: Tensor) -> None:
         ValueError: Naming the parameter and its class.
     """
     held: object = parameter
-    if not is_traceable_wrapper_subclass(held):
+    if not is_traceable_wrapper_subclass(held) or is_wrapped(held):
         return
     kind = type(parameter).__name__
     if kind == "WeightWithDynamicFloat8CastTensor":

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.quantized.scales import Scale, is_quantised, library_class, scale, slots_of
+from zero_strategy.quantized.scale import Scale, scale
+from zero_strategy.quantized.scales import is_quantised, library_class, slots_of
+from zero_strategy.quantized.wrapped import parts_of
 from zero_strategy.runtime.torch_private import of_class, parameters_of
 
 _BLOCK, NESTED_BLOCK = 64, 256
@@ -109,6 +111,10 @@ def with_scales(root: nn.Module) -> Iterator[None]:
                 made = _foreseen(name, module, known)
                 before.append((own, dict(own)))
                 own.update(made)
+            elif parts := parts_of(name, module):
+                before.append((own, dict(own)))
+                own.pop("weight", None)
+                own.update({key: known.setdefault(id(part), _as_scale(part)) for key, part in parts.items()})
         yield
     finally:
         for own, had in before:

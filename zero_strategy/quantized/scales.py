@@ -16,7 +16,6 @@ The library is recognised by the names of its classes: nothing of it is imported
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -27,48 +26,19 @@ from torch import Tensor, nn
 
 from zero_strategy.quantized.entries import leave_entries, load_entries
 from zero_strategy.quantized.rows import follow_no_weight, follow_weight
-from zero_strategy.runtime.torch_private import of_class, parameters_of, target_of_to
+from zero_strategy.quantized.scale import Scale, scale
+from zero_strategy.quantized.wrapped import (
+    HoldsParameters,
+    attach_parts,
+    detach_parts,
+    where_parts_are,
+    wrapped_weights,
+)
+from zero_strategy.runtime.torch_private import parameters_of
 
 _LIBRARY = "bitsandbytes."
 _FAST_EVALUATION = "support_avx512bf16_for_cpu"
 """Attribute of bitsandbytes' layers: evaluation on such CPUs may replace the weight by one in another order."""
-
-
-class Scale(nn.Parameter):
-    """A scale of a quantised weight: frozen, and of its own dtype when a module is cast, as the library leaves it."""
-
-    def to(self, *arguments: Any, **keywords: Any) -> Any:
-        """See torch; a module's cast moves the scale alone."""
-        if not _is_asked_by_module(sys._getframe(1)):
-            return super().to(*arguments, **keywords)
-        device, _, non_blocking = target_of_to(*arguments, **keywords)
-        return super().to(self.device if device is None else device, non_blocking=non_blocking)
-
-    def float(self) -> Any:
-        """See torch; a module's cast gives the scale itself."""
-        return self if _is_asked_by_module(sys._getframe(1)) else super().float()
-
-    def double(self) -> Any:
-        """See torch; a module's cast gives the scale itself."""
-        return self if _is_asked_by_module(sys._getframe(1)) else super().double()
-
-    def half(self) -> Any:
-        """See torch; a module's cast gives the scale itself."""
-        return self if _is_asked_by_module(sys._getframe(1)) else super().half()
-
-    def bfloat16(self) -> Any:
-        """See torch; a module's cast gives the scale itself."""
-        return self if _is_asked_by_module(sys._getframe(1)) else super().bfloat16()
-
-
-def _is_asked_by_module(frame: FrameType) -> bool:
-    """True if `nn.Module.to`, `.half()` or one of their like asks."""
-    return frame.f_globals.get("__name__") == nn.Module.__module__
-
-
-def scale(values: Tensor) -> Scale:
-    """A scale that has these values, in their memory."""
-    return of_class(Scale, values.detach())
 
 
 @dataclass(frozen=True)
@@ -129,6 +99,11 @@ class QuantisedLayers:
             for name, module in root.named_modules()
             for slot in slots_of(name, module)
         ]
+        self._known += [
+            (name, module, weight, weight)
+            for name, module in root.named_modules()
+            for _, weight in wrapped_weights(module)
+        ]
 
     def check(self) -> None:
         """Raise if a layer has another weight since.
@@ -137,7 +112,7 @@ class QuantisedLayers:
             RuntimeError: Naming the layer and the way out.
         """
         for name, module, weight, _ in self._known:
-            if module.weight is not weight:
+            if getattr(module, "weight", None) is not weight:
                 raise RuntimeError(
                     f"{name} has another quantised weight than the engine divides, as PEFT's merge and unmerge give it "
                     "one: no save and no other rank would have its values. Iterate engine.weights(), which merges "
@@ -146,11 +121,15 @@ class QuantisedLayers:
 
     def move_tables(self) -> None:
         """Bring what is no parameter to where the weights compute: kernels read it by address."""
-        for _, _, weight, holder in self._known:
-            for name in ("code", "offset"):
-                value = getattr(holder, name, None)
+        for index, (name, module, weight, holder) in enumerate(self._known):
+            if isinstance(weight, HoldsParameters):
+                made = where_parts_are(module)
+                self._known[index] = (name, module, made, made)
+                continue
+            for table in ("code", "offset"):
+                value = getattr(holder, table, None)
                 if isinstance(value, Tensor) and value.device != weight.device:
-                    setattr(holder, name, value.to(weight.device))
+                    setattr(holder, table, value.to(weight.device))
             if (state := getattr(weight, "quant_state", None)) is not None and state.offset is not None:
                 state.offset = state.offset.to(weight.device)
 
@@ -176,6 +155,7 @@ def attach_scales(root: nn.Module) -> None:
             setattr(slot.holder, slot.attribute, made)
         if slots:
             _settle(module, tables)
+    attach_parts(root)
 
 
 def detach_scales(root: nn.Module) -> None:
@@ -194,6 +174,7 @@ def detach_scales(root: nn.Module) -> None:
             setattr(module, _FAST_EVALUATION, True)
         if isinstance(bias := parameters_of(module).get("bias"), CastByLibrary):
             bias.__class__ = nn.Parameter  # type: ignore[assignment]
+    detach_parts(root)
 
 
 OFFSET = "nested_offset"

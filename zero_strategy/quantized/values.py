@@ -14,16 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.quantized.scales import is_quantised
+from zero_strategy.quantized.wrapped import hollow_weight, inner_tensors, is_holding, weight_values
 from zero_strategy.runtime.torch_private import parameters_of
 
 
 def quantised_layers(root: nn.Module) -> dict[str, nn.Module]:
     """Modules below `root` with a quantised weight, by name."""
-    return {name: module for name, module in root.named_modules() if is_quantised(parameters_of(module).get("weight"))}
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if is_quantised(parameters_of(module).get("weight")) or is_holding(module)
+    }
+
+
+def leading_key(layer: nn.Module) -> str:
+    """The one of a quantised layer's parameters in whose place its values are given."""
+    return f"weight.{next(iter(inner_tensors(layer.weight)))}" if is_holding(layer) else "weight"
 
 
 def hollow_values(layer: Any) -> Tensor:
     """A tensor on the meta device as `dequantised` gives it."""
+    if is_holding(layer):
+        return hollow_weight(layer.weight)
     state = getattr(layer.weight, "quant_state", None)
     dtype, shape = (torch.float32, layer.weight.shape) if state is None else (state.dtype, state.shape)
     shape = shape[::-1] if is_transposed(layer) else shape
@@ -41,13 +53,7 @@ def dequantised(layer: Any, adapters: Sequence[tuple[Any, str]] = ()) -> Tensor:
     Raises:
         ValueError: If an adapter is of a kind that has no matrix to add; names it.
     """
-    library: Any = importlib.import_module("bitsandbytes.functional")
-    state = getattr(layer.weight, "quant_state", None)
-    if state is None:
-        holder = layer.state if hasattr(layer, "state") else layer.weight
-        values = library.int8_vectorwise_dequant(layer.weight.data, holder.SCB)
-    else:
-        values = library.dequantize_4bit(layer.weight.data, state)
+    values = weight_values(layer.weight) if is_holding(layer) else _library_values(layer)
     dtype = values.dtype
     for outer, name in adapters:
         variant = getattr(outer, "lora_variant", {}).get(name)
@@ -62,6 +68,16 @@ def dequantised(layer: Any, adapters: Sequence[tuple[Any, str]] = ()) -> Tensor:
             )
     found: Tensor = values.to(dtype)
     return found.T.contiguous() if is_transposed(layer) else found
+
+
+def _library_values(layer: Any) -> Any:
+    """The values that bitsandbytes computes with."""
+    library: Any = importlib.import_module("bitsandbytes.functional")
+    state = getattr(layer.weight, "quant_state", None)
+    if state is not None:
+        return library.dequantize_4bit(layer.weight.data, state)
+    holder = layer.state if hasattr(layer, "state") else layer.weight
+    return library.int8_vectorwise_dequant(layer.weight.data, holder.SCB)
 
 
 def is_transposed(layer: Any) -> bool:

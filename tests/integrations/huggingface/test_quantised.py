@@ -13,7 +13,6 @@ import transformers
 from lightning.pytorch import LightningModule
 from peft import PeftModel
 from torch import Tensor
-from torchao.quantization import IntxWeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.integrations.accelerate.training import fresh_state, make
@@ -195,8 +194,7 @@ def refused(path: str) -> None:
     transformers.logging.set_verbosity_error()
     with fresh_state():
         with pytest.raises(ValueError, match=r"quantised by .*cannot be read in slices; accepted: BitsAndBytesConfig"):
-            config = transformers.TorchAoConfig(IntxWeightOnlyConfig())
-            from_pretrained(AutoModelForCausalLM, path, quantization_config=config)
+            from_pretrained(AutoModelForCausalLM, path, quantization_config=transformers.SinqConfig())
 
 
 def test_other_methods_are_refused_by_name(ranks: Launcher, tmp_path: Path) -> None:

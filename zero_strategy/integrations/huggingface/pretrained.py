@@ -41,6 +41,7 @@ from zero_strategy.checkpoint.deferred import Conversion, Converted, DeferredWei
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.integrations.huggingface.quantised import SLICED, WeightQuantiser
 from zero_strategy.pipeline.building import ModelLayer, finished, model_layer
+from zero_strategy.quantized.wrapped import is_holding, where_parts_are
 
 logger = logging.get_logger(__name__)
 
@@ -314,6 +315,9 @@ def _defer(model: Any, path: str, places: Mapping[str, Source]) -> None:
     if lost:
         raise ValueError(f"{path}: nothing gives parameters {lost[:5]} of {type(model).__name__} their values")
     DeferredWeights(path, entries).attach(model)
+    for module in model.modules():
+        if is_holding(module):
+            where_parts_are(module)  # no longer on the meta device: PEFT makes adapters where a weight says that it is
 
 
 _TRAVELLING = ("attention_mask", "position_ids")

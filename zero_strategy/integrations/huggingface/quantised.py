@@ -1,8 +1,9 @@
-"""Models whose weights bitsandbytes quantises, for `from_pretrained`: each weight by itself, when its slices are read.
+"""Models with weights to be quantised, for `from_pretrained`: each weight by itself, when its slices are read.
 
-transformers replaces the layers, and decides which. Here a layer's weight gets the shape and dtype of packed values,
-and its scales become parameters (`quantized/scales.py`), all without memory. Their values come from the file, where it
-is quantised already; else from a conversion that reads one weight, quantises it by the library itself, and is dropped.
+transformers decides which, and replaces layers for bitsandbytes; torchao's weights are in plain layers. Here a layer's
+weight gets the shape and dtype of packed values, and its scales become parameters (`quantized/scales.py`), all without
+memory. Their values come from the file, where it is quantised already; else from a conversion that reads one weight,
+quantises it by the library itself, and is dropped.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from zero_strategy.quantized.entries import DESCRIPTION, TABLES
 from zero_strategy.quantized.foreseen import NESTED_BLOCK
 from zero_strategy.quantized.scales import OFFSET, attach_scales
 from zero_strategy.quantized.values import is_transposed
+from zero_strategy.quantized.wrapped import inner_tensors
 from zero_strategy.runtime.torch_private import swap_values
 
 _METHODS = {"Bnb4BitHfQuantizer": "load_in_4bit", "Bnb8BitHfQuantizer": "load_in_8bit"}
 """Quantizers of transformers, and the setting of `BitsAndBytesConfig` that asks for each."""
+_TORCHAO = "TorchAoHfQuantizer"
 SLICED = ("weight.absmax", "weight.nested_absmax", "SCB")
 """Scales that are divided as their weights are."""
 _STORED = (*SLICED, *TABLES, f"{DESCRIPTION}nf4", f"{DESCRIPTION}fp4", "weight_format")
@@ -66,6 +69,31 @@ class Recipe:
         return found
 
 
+@dataclass(frozen=True)
+class WrappedRecipe:
+    """Quantisation of one weight by torchao.
+
+    Attributes:
+        target: The weight.
+        dtype: Of the values that are quantised.
+        config: torchao's.
+        layer: Class of its layer, as torchao looks for.
+    """
+
+    target: str
+    dtype: torch.dtype
+    config: Any
+    layer: type[nn.Module]
+
+    def quantise(self, value: Tensor) -> dict[str, Tensor]:
+        """Values of what is inside of the weight, by name; see `Recipe.quantise`."""
+        library: Any = importlib.import_module("torchao.quantization")
+        holder: Any = self.layer(*value.shape[::-1], device="meta")
+        holder.weight = nn.Parameter(value.to(self.dtype), requires_grad=False)
+        library.quantize_(holder, self.config, filter_fn=lambda *_: True)
+        return {f"{self.target}.{name}": part for name, part in inner_tensors(holder.weight).items()}
+
+
 class WeightQuantiser:
     """Quantised layers of a model that has no values yet.
 
@@ -74,17 +102,20 @@ class WeightQuantiser:
         hf_quantizer: It.
 
     Raises:
-        ValueError: If weights are quantised by something else than bitsandbytes; names it.
+        ValueError: If weights are quantised by something else than bitsandbytes or torchao; names it.
     """
 
     def __init__(self, model: nn.Module, hf_quantizer: Any) -> None:
         kind = type(hf_quantizer).__name__
-        if kind not in _METHODS:
+        self.config: Any = None
+        if kind == _TORCHAO:
+            self.config = _torchao_config(hf_quantizer)
+        elif kind not in _METHODS:
             method = getattr(hf_quantizer.quantization_config, "quant_method", kind)
             raise ValueError(
                 f"weights quantised by {getattr(method, 'value', method)} cannot be read in slices; accepted: "
-                "BitsAndBytesConfig(load_in_4bit=True) and (load_in_8bit=True). Or load with transformers' own "
-                "from_pretrained, whole on every rank"
+                "BitsAndBytesConfig(load_in_4bit=True), (load_in_8bit=True) and TorchAoConfig. Or load with "
+                "transformers' own from_pretrained, whole on every rank"
             )
         self.model, self.hf_quantizer = model, hf_quantizer
         self.in_file: bool = hf_quantizer.pre_quantized
@@ -110,8 +141,10 @@ class WeightQuantiser:
         Returns:
             By name.
         """
-        library: Any = importlib.import_module("bitsandbytes.functional")
         layer = self._layer(target)
+        if self.config is not None:
+            return self._expect_wrapped(target, layer, torch.empty(shape, dtype=dtype, device="meta"))
+        library: Any = importlib.import_module("bitsandbytes.functional")
         weight: Any = layer.weight
         if "SCB" in vars(weight):
             return self._expect_rows(target, layer, shape)
@@ -169,7 +202,7 @@ class WeightQuantiser:
         )
         return self._settle(target, layer, state, empty["weight"])
 
-    def recipe(self, target: str, dtype: torch.dtype) -> Recipe:
+    def recipe(self, target: str, dtype: torch.dtype) -> Recipe | WrappedRecipe:
         """Steps from a weight's values in its file to those of the parameters that `expect` made.
 
         Args:
@@ -177,6 +210,9 @@ class WeightQuantiser:
             dtype: Of the values that are quantised.
         """
         layer = self._layer(target)
+        if self.config is not None:
+            # Not an embedding's, whose arguments are the other way round.
+            return WrappedRecipe(target, dtype, self.config, nn.Linear)
         weight: Any = layer.weight
         if "SCB" in vars(weight):
             return Recipe(target, dtype, is_transposed(layer), None)
@@ -191,11 +227,20 @@ class WeightQuantiser:
         layer.state.SCB = _meta(shape[0], torch.float32)
         return self._settle(target, layer, None, torch.empty(shape, dtype=torch.int8, device="meta"))
 
+    def _expect_wrapped(self, target: str, layer: Any, empty: Tensor) -> dict[str, nn.Parameter]:
+        library: Any = importlib.import_module("torchao.quantization")
+        layer.weight = nn.Parameter(empty, requires_grad=False)
+        library.quantize_(layer, self.config, filter_fn=lambda *_: True)
+        return self._attached(target, layer)
+
     def _settle(self, target: str, layer: Any, state: Any, empty: Tensor) -> dict[str, nn.Parameter]:
         swap_values(layer.weight, empty)
         if state is not None:
             layer.weight.bnb_quantized, layer.weight.quant_state = True, state
             layer.quant_state = state
+        return self._attached(target, layer)
+
+    def _attached(self, target: str, layer: Any) -> dict[str, nn.Parameter]:
         attach_scales(layer)
         found = {f"{target.removesuffix('weight')}{name}": p for name, p in layer.named_parameters() if name != "bias"}
         # transformers initialises what is not marked so.
@@ -203,6 +248,27 @@ class WeightQuantiser:
         for parameter in found.values():
             parameter._is_hf_initialized = True
         return found
+
+
+def _torchao_config(hf_quantizer: Any) -> Any:
+    """The config by which torchao quantises every weight.
+
+    Raises:
+        ValueError: If weights are in the file as torchao stores them, or are quantised in different ways.
+    """
+    config = hf_quantizer.quantization_config.get_apply_tensor_subclass()
+    if hf_quantizer.pre_quantized:
+        raise ValueError(
+            "weights that torchao quantised before they were saved cannot be read in slices: load the model that they "
+            "are of with this quantization_config, or load with transformers' own from_pretrained, whole on every rank"
+        )
+    if type(config).__name__ == "FqnToConfig" or hf_quantizer.quantization_config.include_input_output_embeddings:
+        raise ValueError(
+            f"TorchAoConfig({type(config).__name__}): all linear weights are quantised in one way, embeddings are not; "
+            "accepted is one config of torchao such as Int8WeightOnlyConfig(), without "
+            "include_input_output_embeddings. Or load with transformers' own from_pretrained, whole on every rank"
+        )
+    return config
 
 
 def _meta(numel: int, dtype: torch.dtype) -> Tensor:
