@@ -298,13 +298,7 @@ def cast(kind: str, folder: str) -> list[str]:
     net, _, engine = prepared(kind, 3)
     engine.save(f"{folder}/half", optimizers=False, weights_dtype=torch.bfloat16)
     engine.save(f"{folder}/native")
-    if kind == "int8":
-        engine.save_pretrained(f"{folder}/plain")
-    else:
-        with pytest.raises(
-            ValueError, match=r"would have the quantised weight blocks.0.base.weight without what describes"
-        ):
-            engine.save_pretrained(f"{folder}/plain")
+    engine.save_pretrained(f"{folder}/plain", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"publish\(\) sends weights as .*'blocks.0.base.weight' is quantised"):
         engine.publish(f"{folder}/published")
     return [name for name, _ in net.named_parameters() if "base" in name]
@@ -319,7 +313,7 @@ def test_a_dtype_of_files_casts_neither_packed_values_nor_scales(ranks: Launcher
     names = ranks(2)(cast, kind, str(tmp_path))[0]
     convert(tmp_path / "native", tmp_path / "converted", dtype=torch.bfloat16)
     plain = weights_in(tmp_path / "native")
-    for folder in ("half", "converted"):
+    for folder in ("half", "converted", "plain"):
         found = weights_in(tmp_path / folder)
         assert not same_bits({n: found[n] for n in names}, {n: plain[n] for n in names})
         assert found["first.weight"].dtype == torch.bfloat16

@@ -20,7 +20,7 @@ weights from the right ones; it is no protection against an attacker.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,11 @@ class Catalog:
     def names(self) -> list[str]:
         """First names, in order."""
         return [spec.name for spec in self.weights]
+
+    def beside(self, more: Iterable[TensorSpec]) -> Catalog:
+        """A table with further tensors, behind the others."""
+        added = list(more)
+        return Catalog([*self.weights, *added], self.aliases, self.frozen) if added else self
 
     def without(self, names: Collection[str]) -> Catalog:
         """A table with some tensors left out."""

@@ -36,6 +36,7 @@ from zero_strategy.offload.chunks import OffloadedPart
 from zero_strategy.ops.dynamic_codes import blocks_of
 from zero_strategy.optim.coded_state import SCALES, blocks_within
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
+from zero_strategy.quantized.entries import kept_in_dtype
 from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.nested_state import flattened
 
@@ -344,7 +345,7 @@ def pieces_of(
 
     Args:
         engine: The engine.
-        order: Weights and buffers.
+        order: Weights and buffers, and what else lies among them.
         saved: By optimizer: this rank's states.
         tables: By optimizer: what all ranks know of them.
         dtype: Of weights; None: their own.
@@ -353,6 +354,7 @@ def pieces_of(
     if engine.mesh.replicate.rank:  # the first replica writes for all
         return
     wanted = {name for name, _ in order}
+    kept = kept_in_dtype(wanted)
     for bucket in engine.model.buckets:
         for piece in _slice_pieces(bucket):
             if bucket.names[piece.index] in wanted:
@@ -363,7 +365,7 @@ def pieces_of(
         for name, tensor in order:
             if not isinstance(tensor, nn.Parameter):
                 flat = held_by(tensor).detach().contiguous().reshape(-1)
-                yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, dtype)))
+                yield "model", Piece(name, 0, flat.to(stored_dtype(flat.dtype, None if name in kept else dtype)))
     for number, (states, table) in enumerate(zip(saved, tables, strict=True)):
         for kind, dtypes in table.kinds.items():
             own = table.shapes.get(kind, {})

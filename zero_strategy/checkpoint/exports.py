@@ -217,7 +217,7 @@ def save_pretrained(
 
     Raises:
         TypeError: If `dtype` is not one of floating point.
-        ValueError: If the directory is a URL, or weights have 4 bits.
+        ValueError: If the directory is a URL, or weights are torchao's, or have 4 bits and are of a pipeline's stage.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype, such as torch.bfloat16")
@@ -226,7 +226,8 @@ def save_pretrained(
             f"{os.fspath(directory)}: weights for Hugging Face are written in place, which a URL does not allow; save "
             "them to a local directory and upload it"
         )
-    check_foreign((name for name, _ in engine.model.names()), "weights for Hugging Face")
+    names = (name for name, _ in engine.model.names())
+    check_foreign(names, "weights for Hugging Face", described=not engine.is_part)
     engine.save(
         directory,
         extra_files=config_files(engine.module, dtype),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.fsdp.guards import is_guard
+from zero_strategy.quantized.entries import is_description
 from zero_strategy.runtime.torch_private import own_state, saves_tensors_itself, state_dict_hooks_of
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ def module_entries(engine: TrainState) -> dict[str, Any]:
                 continue
             found[prefix + key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return found
+
+
+def weight_descriptions(engine: TrainState) -> dict[str, Tensor]:
+    """Entries that describe quantised weights, as their library finds them among the weights of a model's files.
+
+    A collective where parameters are sharded.
+    """
+    return {name: value for name, value in module_entries(engine).items() if is_description(name)}
 
 
 def full_entries(engine: TrainState) -> dict[str, Any]:

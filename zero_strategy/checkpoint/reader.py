@@ -25,6 +25,7 @@ from zero_strategy.checkpoint.folders import locate, parse_aliases
 from zero_strategy.checkpoint.layout import FileLayout, TensorSpec, read_layout
 from zero_strategy.checkpoint.manifest import AVERAGE_BUFFERS_NAME, FileKind, Manifest
 from zero_strategy.checkpoint.ranges import Block
+from zero_strategy.quantized.entries import described_weight, is_description
 from zero_strategy.runtime.host_bytes import Transfer, checksum_of
 from zero_strategy.runtime.regular_files import open_regular, read_regular
 
@@ -200,7 +201,11 @@ class StateReader(ABC):
                     if stored.shape != spec.shape:
                         shapes.append(f"{stored.name} (checkpoint {stored.shape}, model {spec.shape})")
         known = _all_names(self.aliases)
-        unexpected = [_described(spec, known.get(name, ())) for name, spec in weights.items() if name not in used]
+        unexpected = [
+            _described(spec, known.get(name, ()))
+            for name, spec in weights.items()
+            if name not in used and not (is_description(name) and described_weight(name) in used)
+        ]
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         lines = [f"\n  {what} ({len(n)}): " + ", ".join(n) for what, n in problems.items() if n]
         # Said only where that alone is wrong: otherwise it would lead astray.

@@ -34,6 +34,7 @@ from zero_strategy.checkpoint.contents import (
 from zero_strategy.checkpoint.folders import prune
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import AVERAGE, EXPORT, FileKind, Manifest
+from zero_strategy.checkpoint.module_state import weight_descriptions
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
@@ -280,7 +281,10 @@ class Saver:
         place = self.places.place_of(directory)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
-        whole = catalog_of(engine)
+        # Nobody resumes from weights with nothing beside them that are not even the latest.
+        export = not (optimizers or update_latest or user)
+        described = weight_descriptions(engine) if export and not engine.is_part else {}
+        whole = catalog_of(engine).beside(TensorSpec.of(name, tensor) for name, tensor in described.items())
         referenced = whole.frozen if (frozen or settings.frozen) == "reference" else frozenset[str]()
         agreed = self._agreement.reach(saved, states, place, frozen=referenced, busy=self.busy())
         if settings.while_saving == "refuse":
@@ -290,6 +294,7 @@ class Saver:
         board, self._last_lost = self._next_board(), True
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
+            order += described.items()
             fixed: Fixed | None = None
             pieces = partial(pieces_of, engine, order, states, agreed.tables, weights_dtype)
             # Without room on one rank the save is at once on all.
@@ -298,8 +303,6 @@ class Saver:
                 asynchronous = fixed is not None
             plan = self._plan(whole.without(referenced), agreed.tables, weights_dtype)
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
-            # Nobody resumes from weights with nothing beside them that are not even the latest.
-            export = not (optimizers or update_latest or user)
             manifest = self._manifest(plan, whole, agreed, groups, user, counters, export=export)
             job = SaveJob(  # in this order on all ranks: what meets or exchanges
                 writer=self.places.writer(place, board, agreed.token, known=agreed.known),

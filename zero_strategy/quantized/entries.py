@@ -30,7 +30,7 @@ def kept_in_dtype(names: Collection[str]) -> frozenset[str]:
             found |= {name, name.rpartition(".")[0]}
         elif name == "SCB" or name.endswith(".SCB"):
             found |= {name, f"{name.removesuffix('SCB')}weight"}
-    return frozenset(found | kept_names(names))
+    return frozenset(found | kept_names(names) | {name for name in names if is_description(name)})
 
 
 def load_entries(layer: nn.Module) -> None:
@@ -84,17 +84,18 @@ def _refer_to_parameters(layer: nn.Module, state: Any) -> None:
             holder.absmax = parameters[name]
 
 
-def check_foreign(names: Iterable[str], what: str) -> None:
+def check_foreign(names: Iterable[str], what: str, *, described: bool = False) -> None:
     """Refuse to write quantised weights where their descriptions have no place.
 
     Args:
         names: Of all weights.
         what: Would be written, for the message.
+        described: Descriptions of 4-bit weights are written with them; torchao's weights have none.
 
     Raises:
         ValueError: Naming a weight.
     """
-    parts = (".weight.absmax", *(f".weight.{name}" for name in PACKED))
+    parts = tuple(f".weight.{name}" for name in (PACKED if described else ("absmax", *PACKED)))
     if packed := next((name for name in names if name.endswith(parts)), None):
         raise ValueError(
             f"{what} would have the quantised weight {packed.rpartition('.')[0]} without what describes it, and "
@@ -106,6 +107,11 @@ def check_foreign(names: Iterable[str], what: str) -> None:
 def is_description(name: str) -> bool:
     """True for the name of a table, or of a description, of a 4-bit weight."""
     return name.endswith(TABLES) or f".{DESCRIPTION}" in f".{name}"
+
+
+def described_weight(name: str) -> str:
+    """The weight that a table or a description belongs to."""
+    return name.removesuffix(".quant_map").removesuffix(".nested_quant_map").partition(".quant_state.")[0]
 
 
 def undescribed(name: str) -> str:

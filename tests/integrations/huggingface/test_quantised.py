@@ -85,6 +85,36 @@ def test_files_that_are_quantised_already(ranks: Launcher, tmp_path: Path, kind:
             assert not wrong
 
 
+def exported(kind: str, path: str, how: str, folder: str) -> None:
+    transformers.logging.set_verbosity_error()
+    with fresh_state():
+        options: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(**SETTINGS[how]), "dtype": torch.float32}
+        model = from_pretrained(AutoModelForCausalLM, path, **options)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        accelerator: Any = make(3)
+        accelerator.prepare(model)
+        engine = accelerator.engine(model)
+        engine.save_pretrained(folder)
+        state = engine.full_state_dict()
+        engine.load(folder, optimizers=False)
+        assert not same_bits(engine.full_state_dict(), state)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("how", KINDS)
+def test_transformers_opens_what_ranks_have_exported(ranks: Launcher, tmp_path: Path, kind: str, how: str) -> None:
+    path = saved(tmp_path, kind)
+    ranks(2)(exported, kind, path, how, str(tmp_path / "exported"))
+    transformers.logging.set_verbosity_error()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    plain = plain_model(path, how)
+    assert not same_bits(read.state_dict(), plain.state_dict())
+    inputs = torch.arange(3, 9).view(1, 6)
+    with torch.no_grad():
+        assert torch.equal(read(inputs).logits, plain(inputs).logits)
+
+
 def makes(kind: str, path: str, how: str, *, ours: bool) -> Any:
     model = quantised(kind, path, how, ours=ours)
     model.enable_input_require_grads()
