@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
@@ -95,6 +97,45 @@ def test_pytorchjob_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(started.nproc_per_node) == gpus
     for hosts in range(elastic["minReplicas"], elastic["maxReplicas"] + 1):
         assert started.script.batch_size % (gpus * hosts) == 0, "it has to go on with any number of hosts"
+
+
+@pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
+def test_trainjob_and_runtime_have_documented_fields_alone(kind: str) -> None:
+    schema = json.loads((Path(__file__).parent / "schemas" / f"{kind}.json").read_text())
+    (document,) = (each for each in documents("kubeflow_trainjob.yaml") if each["kind"] == kind)
+    jsonschema.validate(document, schema)
+    wrong = copy.deepcopy(document)
+    wrong["spec"]["replicas"] = 4
+    with pytest.raises(jsonschema.ValidationError, match="replicas"):
+        jsonschema.validate(wrong, schema)
+
+
+def test_trainjob_and_runtime_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, job = documents("kubeflow_trainjob.yaml")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    queued = "kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]
+    assert queued == job["spec"]["suspend"], "Kueue starts what is suspended, and nobody else does"
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # Names by which the controller finds what to fill in.
+    step = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
+    container, env = check_pod(replicated["template"]["spec"]["template"]["spec"])
+    assert (replicated["name"], container["name"], step) == ("node", "node", "trainer")
+    trainer = job["spec"]["trainer"]
+    assert not set(env) & {"PET_NNODES", "PET_NPROC_PER_NODE"} and "env" not in trainer
+    # What the controller sets.
+    monkeypatch.setenv("PET_NNODES", str(trainer["numNodes"]))
+    monkeypatch.setenv("PET_NPROC_PER_NODE", str(trainer["numProcPerNode"]))
+    monkeypatch.setenv("PET_NODE_RANK", "0")
+    monkeypatch.setenv("PET_MASTER_ADDR", "zero-gpt-node-0-0.zero-gpt")
+    monkeypatch.setenv("PET_MASTER_PORT", "29500")
+    program, *words = [*trainer["command"], *trainer["args"]]
+    started = torchrun(words)
+    assert program == "torchrun" and started.nnodes == "4" and started.master_addr == "zero-gpt-node-0-0.zero-gpt"
+    gpus = int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"])
+    assert int(started.nproc_per_node) == gpus and started.script.replicate == trainer["numNodes"]
+    assert started.script.batch_size % (gpus * trainer["numNodes"]) == 0
+    assert any(str(started.script.folder).startswith(mount["mountPath"]) for mount in container["volumeMounts"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
