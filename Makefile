@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture attack bench conformance gpu-rehearsal wheel docs reference lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture attack bench cluster conformance gpu-rehearsal wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -79,6 +79,12 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest --tier quick $(PYTEST_ARGS)
+
+# The sbatch files on a Slurm of this machine's own, with two hosts in network namespaces; as root, on Debian.
+cluster: $(STAMP)
+	command -v slurmctld slurmd sbatch >/dev/null || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurmctld slurmd slurm-client; }
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py $(PYTEST_ARGS)
 
 # VERSION as above. CPU builds of torch serve, too; with CUDA's the library is built by torch.utils.cpp_extension.
 gpu-rehearsal:
