@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,88 @@ def refused() -> None:
 
 def test_wrapped_weights_that_cannot_be_divided_are_named(ranks: Launcher) -> None:
     ranks(2)(refused)
+
+
+def replaced(kind: str, stage: int) -> None:
+    """Another weight in place of a divided one counts, and nothing of the former is left."""
+    net, optimizer, engine = prepared(kind, stage)
+    step(net, optimizer, 0)
+    given = other_weight(kind)
+    net.blocks[0].base.weight = given
+    with pytest.raises(RuntimeError, match=r"blocks.0.base has another quantised weight"):
+        engine.weights()
+    engine.close(gather=True)
+    assert [name for name, _ in net.named_parameters() if "blocks.0.base" in name] == ["blocks.0.base.weight"]
+    expected = net(torch.ones(2, 8)).detach()
+    again = ZeroEngine(net, {"stage": stage, "units": UNITS})
+    assert torch.equal(net(torch.ones(2, 8)), expected)
+    part = net.blocks[1].base.weight
+    name = next(iter(inner_tensors(part)))
+    setattr(part, name, torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"blocks.1.base has another quantised weight"):
+        again.weights()
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_replaces_a_wrapped_one_counts(ranks: Launcher, kind: str, stage: int) -> None:
+    ranks(2)(replaced, kind, stage)
+
+
+def like_plain_modules(kind: str) -> None:
+    plain = Net(kind)
+    net = Net(kind)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match="Nope"):
+        ZeroEngine(net, {"stage": 3, "units": {"classes": ["Nope"]}})
+    assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    engine = ZeroEngine(net, {"stage": 0, "units": UNITS})
+    engine.attach(optimizer)
+    step(net, optimizer, 0)
+    assert all(parameter is not None for group in optimizer.param_groups for parameter in group["params"])
+    net.load_state_dict(net.state_dict())
+    net.load_state_dict(engine.full_state_dict())
+    other = Net(kind)
+    other.blocks[0].base.weight = other_weight(kind)
+    net.load_state_dict(other.state_dict())
+    assert not same_bits(apart(other.state_dict()), engine.full_state_dict())
+    weight, expected = net.blocks[0].base.weight, other.blocks[0].base.weight
+    copied = copy.deepcopy(net.blocks[0].base)
+    ones = torch.ones(1, 128)
+    assert torch.equal(copied(ones), net.blocks[0].base(ones)) and "parameters" in repr(weight)
+    copied.load_state_dict({name: torch.zeros_like(part) for name, part in copied.state_dict().items()})
+    assert torch.equal(net.blocks[0].base(ones), nn.functional.linear(ones, expected))
+    if kind == "torchao-int8":  # torchao cuts no NF4Tensor
+        assert torch.equal(weight[:64].dequantize(), expected[:64].dequantize())
+    weight.copy_(Net(kind).blocks[0].base.weight)
+    assert torch.equal(nn.functional.linear(ones, weight), plain.blocks[0].base(ones))
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_wrapped_weights_do_what_they_do_in_plain_modules(ranks: Launcher, kind: str) -> None:
+    ranks(2)(like_plain_modules, kind)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        net = Net(kind)
+        self.first, self.blocks, self.last = net.first, net.blocks, net.last
+        self.blocks[1].base.weight = self.blocks[0].base.weight
+
+    forward = Net.forward
+
+
+def tied(kind: str) -> None:
+    net = Tied(kind)
+    net, optimizer, engine = prepared(kind, 3, net)
+    step(net, optimizer, 0)
+    plan = load_config(stage=3, units=UNITS).plan(Tied(kind), world_size=2, device="cpu", snapshots=False)
+    assert engine.ledger().merged() == plan.ledger(dist.get_rank()).held().merged()
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_layers_that_share_a_wrapped_weight_share_its_parts(ranks: Launcher, kind: str) -> None:
+    ranks(2)(tied, kind)

@@ -294,15 +294,19 @@ class ShardedModel:
         self._constructions = constructions_of(module.parameters())
         for construction in self._constructions:
             construction.take([p for p in module.parameters() if type(p) is nn.Parameter], values=True)
-        # Before the first collective of values, which ranks with different modules would mix up, or wait for in vain.
-        _check_same_on_all_ranks(module, mesh)
         self.optimizers = optimizers
         self.norm_groups: list[Communicator] = [mesh.shard_control, mesh.tensor, *further_norm_groups]
+        wanted = config.units
+        try:
+            # Before the first collective of values, which ranks with different modules would mix up, or wait for in
+            # vain.
+            _check_same_on_all_ranks(module, mesh)
+            specs = find_units(module, classes=wanted.classes, patterns=wanted.patterns, min_numel=wanted.min_numel)
+        except BaseException:
+            detach_scales(module)  # a refusal leaves the module as it was
+            raise
         if device is not None:
             move_buffers(module, device)
-        specs = find_units(
-            module, classes=config.units.classes, patterns=config.units.patterns, min_numel=config.units.min_numel
-        )
 
         # Units: room in tiers for all of them at once, so that a full disk is told before any is built; then one after
         # the other, so that no more than one is whole at a time.

@@ -298,7 +298,8 @@ class Recipe:
     @property
     def source_key(self) -> str:
         """Key of the sources and flags."""
-        return source_key(self.files, self.flags, TARGET_ABI)
+        host = _CUDA_HOST_FLAGS if self.name == "cuda" else ()
+        return source_key(self.files, (*self.flags, *host), TARGET_ABI)
 
     @property
     def compiler_key(self) -> str | None:

@@ -13,6 +13,7 @@ from zero_strategy.optim.muon import tell_shared_buckets
 from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.optim.step_hooks import Hook, StepHooks
+from zero_strategy.quantized.wrapped import leave_wrapped
 
 
 class AttachedOptimizers:
@@ -48,6 +49,7 @@ class AttachedOptimizers:
         for optimizer in optimizers:
             if any(sharded.optimizer is optimizer for sharded in self._attached):
                 continue
+            leave_wrapped(optimizer.param_groups)
             # Before room in the tier is made for it.
             if self._model.optimizer_store is not None:
                 check_twice([*(sharded.optimizer for sharded in self._attached), optimizer], self._model.names())

@@ -95,6 +95,7 @@ class WholeWeights:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype={dtype!r}: must be a floating-point torch.dtype, such as torch.bfloat16")
         self._engine, self._dtype = engine, dtype
+        engine.model.quantised.check()
         root = engine.module if module is None else module
         if module is not None and all(module is not each for each in engine.module.modules()):
             raise ValueError(f"module={type(module).__name__}(...) is no part of the engine's module")

@@ -104,6 +104,7 @@ def with_scales(root: nn.Module) -> Iterator[None]:
     """
     before: list[tuple[Any, dict[str, Any]]] = []
     known: dict[int, Scale] = {}
+    parts_made: dict[int, nn.Parameter] = {}
     try:
         for name, module in root.named_modules():
             own: Any = parameters_of(module)
@@ -111,10 +112,10 @@ def with_scales(root: nn.Module) -> Iterator[None]:
                 made = _foreseen(name, module, known)
                 before.append((own, dict(own)))
                 own.update(made)
-            elif parts := parts_of(name, module):
+            elif parts := parts_of(name, module, parts_made):
                 before.append((own, dict(own)))
                 own.pop("weight", None)
-                own.update({key: known.setdefault(id(part), _as_scale(part)) for key, part in parts.items()})
+                own.update(parts)
         yield
     finally:
         for own, had in before:

@@ -31,6 +31,7 @@ from zero_strategy.quantized.wrapped import (
     HoldsParameters,
     attach_parts,
     detach_parts,
+    inner_tensors,
     where_parts_are,
     wrapped_weights,
 )
@@ -112,7 +113,7 @@ class QuantisedLayers:
             RuntimeError: Naming the layer and the way out.
         """
         for name, module, weight, _ in self._known:
-            if getattr(module, "weight", None) is not weight:
+            if getattr(module, "weight", None) is not weight or _has_other_parts(module, weight):
                 raise RuntimeError(
                     f"{name} has another quantised weight than the engine divides, as PEFT's merge and unmerge give it "
                     "one: no save and no other rank would have its values. Iterate engine.weights(), which merges "
@@ -132,6 +133,13 @@ class QuantisedLayers:
                     setattr(holder, table, value.to(weight.device))
             if (state := getattr(weight, "quant_state", None)) is not None and state.offset is not None:
                 state.offset = state.offset.to(weight.device)
+
+
+def _has_other_parts(module: nn.Module, weight: Any) -> bool:
+    if not isinstance(weight, HoldsParameters):
+        return False
+    own = parameters_of(module)
+    return any(own.get(f"weight.{name}") is not part for name, part in inner_tensors(weight).items())
 
 
 def attach_scales(root: nn.Module) -> None:

@@ -13,6 +13,7 @@ torchao is recognised by the modules of its classes: nothing of it is imported.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from zero_strategy.quantized.scale import Scale, scale
 from zero_strategy.runtime.metadata_calls import METADATA, STRIDES
-from zero_strategy.runtime.torch_private import is_traceable_wrapper_subclass, parameters_of, tree_leaves
+from zero_strategy.runtime.torch_private import is_traceable_wrapper_subclass, parameters_of, tree_leaves, tree_map_only
 
 _LIBRARY = "torchao."
 _TRAINED = ("WeightWithDynamicFloat8CastTensor",)
@@ -48,12 +49,26 @@ class HoldsParameters:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Have the parts there, then do what the weight's own class does."""
-        if func not in METADATA and func not in STRIDES:
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, HoldsParameters):
-                    _ask_parts(each)
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        """Have the parts there, then show the weight to torchao as one of its own class, whose results it compares."""
+        kwargs = kwargs or {}
+        if func in METADATA or func in STRIDES:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, HoldsParameters):
+                _ask_parts(each)
+        args, kwargs = tree_map_only(HoldsParameters, _of_own_class, (args, kwargs))
+        types = tuple(own_class(kind) for kind in types)
+        return own_class(cls).__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = {name: copy.deepcopy(part, memo) for name, part in inner_tensors(self).items()}
+        made = memo[id(self)] = holding(self, copied)
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        held: Any = self
+        parts = ", ".join(f"{name} {tuple(part.shape)}" for name, part in inner_tensors(self).items())
+        return f"{type(self).__name__} of shape {tuple(held.shape)}, {held.dtype}, of parameters: {parts}"
 
 
 _PLAIN = nn.Parameter.__torch_function__
@@ -71,6 +86,16 @@ def _holding(kind: type) -> type:
     return type(kind.__name__, (HoldsParameters, kind), {})
 
 
+def own_class(kind: type) -> type:
+    """torchao's class of a weight that holds parameters; another class itself."""
+    return kind.__mro__[2] if issubclass(kind, HoldsParameters) else kind  # after itself and `HoldsParameters`
+
+
+def _of_own_class(weight: Any) -> Any:
+    context = weight.__tensor_flatten__()[1]
+    return _rebuilt(weight, inner_tensors(weight), context)
+
+
 def inner_tensors(weight: Any) -> dict[str, Any]:
     """Tensors inside of a weight, by name."""
     return {name: getattr(weight, name) for name in weight.__tensor_flatten__()[0]}
@@ -83,12 +108,14 @@ def wrapped_weights(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def parts_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a module's wrapped weights come apart into, by key; those that it has already are kept.
+def parts_of(name: str, module: nn.Module, made: dict[int, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters that a module's wrapped weights come apart into, by key.
 
     Args:
         name: Of the module, for errors.
         module: Its own parameters are looked at.
+        made: Parameters of tensors inside of weights, by `id`; gets those that are made here, for layers that share a
+            weight.
 
     Raises:
         ValueError: If a weight requires a gradient, or has another name than `weight`; names it.
@@ -106,9 +133,9 @@ def parts_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
                 "(requires_grad_(False)) and train an adapter, or train the weight before it is quantised"
             )
         for inner, tensor in inner_tensors(weight).items():
-            known = parameters_of(module).get(f"{key}.{inner}")
-            part = known if isinstance(known, Scale) else tensor
-            found[f"{key}.{inner}"] = part if isinstance(part, Scale) else scale(part)
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor if isinstance(tensor, Scale) else scale(tensor)
+            found[f"{key}.{inner}"] = made[id(tensor)]
     return found
 
 
@@ -119,23 +146,26 @@ def attach_parts(root: nn.Module) -> None:
         ValueError: If a weight requires a gradient; names it.
     """
     # All of them before anything changes: a refusal leaves the module as it was.
-    found = [(module, parts_of(name, module)) for name, module in root.named_modules()]
+    memo: dict[int, nn.Parameter] = {}
+    found = [(module, parts_of(name, module, memo)) for name, module in root.named_modules()]
     shared: dict[int, tuple[Any, dict[str, nn.Parameter]]] = {}
     for module, parts in found:
         for key, weight in list(wrapped_weights(module)):
             own = {name: part for name, part in parts.items() if name.startswith(f"{key}.")}
             # Layers that share a weight share its parts.
-            made, own = shared.setdefault(id(weight), (holding(weight, own), own))
+            inner = {name.rpartition(".")[2]: part for name, part in own.items()}
+            made, own = shared.setdefault(id(weight), (holding(weight, inner), own))
             parameters_of(module).pop(key, None)
+            _drop_parts(module)  # of another weight that this one has replaced
             vars(module)[key] = made
             parameters_of(module).update(own)
+            _load_parts(module)
 
 
-def holding(weight: Any, parts: dict[str, nn.Parameter]) -> Any:
-    """The weight with these parameters inside of it, where they are now."""
+def holding(weight: Any, parts: dict[str, Any]) -> Any:
+    """The weight with these parameters inside of it, by the names that they have there, where they are now."""
     names, context = weight.__tensor_flatten__()
-    inner = {name.rpartition(".")[2]: part for name, part in parts.items()}
-    made = _rebuilt(weight, {name: inner[name] for name in names}, context)
+    made = _rebuilt(weight, {name: parts[name] for name in names}, context)
     kind: Any = type(weight)
     made.__class__ = kind if issubclass(kind, HoldsParameters) else _holding(kind)
     return made
@@ -146,7 +176,7 @@ def where_parts_are(module: nn.Module) -> Any:
     weight: Any = module.weight
     parts = inner_tensors(weight)
     if next(iter(parts.values())).device != weight.device:
-        weight = vars(module)["weight"] = holding(weight, {f"weight.{name}": part for name, part in parts.items()})
+        weight = vars(module)["weight"] = holding(weight, parts)
     return weight
 
 
@@ -160,12 +190,51 @@ def detach_parts(root: nn.Module) -> None:
                     names, context = weight.__tensor_flatten__()  # type: ignore[attr-defined]
                     inner = {name: getattr(weight, name).detach().as_subclass(Tensor) for name in names}
                     made = _rebuilt(weight, inner, context)
-                    made.__class__ = type(weight).__mro__[2]
                     shared[id(weight)] = nn.Parameter(made, requires_grad=False)
                 del vars(module)[key]
-                for name in [name for name in parameters_of(module) if name.startswith(f"{key}.")]:
-                    del parameters_of(module)[name]
                 parameters_of(module)[key] = shared[id(weight)]
+        _drop_parts(module)  # also where another weight has replaced the one that held them
+
+
+_OF_FOUR_BITS = ("weight.absmax", "weight.nested_absmax")
+
+
+def _drop_parts(module: nn.Module) -> None:
+    for name, part in list(parameters_of(module).items()):
+        if isinstance(part, Scale) and name.startswith("weight.") and name not in _OF_FOUR_BITS:
+            del parameters_of(module)[name]
+    for handle in vars(module).pop(_HANDLES, ()):
+        handle.remove()
+
+
+_HANDLES = "_zero_strategy_parts"
+
+
+def _load_parts(module: nn.Module) -> None:
+    """Have `load_state_dict` take a whole weight apart, and take names with a dot for no submodule's."""
+    before = module.register_load_state_dict_pre_hook(_take_apart)
+    vars(module)[_HANDLES] = [before, module.register_load_state_dict_post_hook(_expect)]
+
+
+def _take_apart(module: nn.Module, entries: Any, prefix: str, *_: object) -> None:
+    vars(module)[f"{_HANDLES}_prefix"] = prefix
+    weight = entries.get(f"{prefix}weight")
+    if weight is not None and is_wrapped(weight):
+        del entries[f"{prefix}weight"]
+        entries.update({f"{prefix}weight.{name}": part for name, part in inner_tensors(weight).items()})
+
+
+def _expect(module: nn.Module, incompatible: Any) -> None:
+    prefix = vars(module).pop(f"{_HANDLES}_prefix", "")
+    known = {f"{prefix}{name}" for name in parameters_of(module)}
+    incompatible.unexpected_keys[:] = [key for key in incompatible.unexpected_keys if key not in known]
+
+
+def leave_wrapped(groups: Iterable[dict[str, Any]]) -> None:
+    """Take weights that have come apart out of an optimizer's groups: they are frozen, and would stay whole there."""
+    for group in groups:
+        if any(is_wrapped(parameter) for parameter in group["params"]):
+            group["params"] = [parameter for parameter in group["params"] if not is_wrapped(parameter)]
 
 
 def _rebuilt(weight: Any, inner: dict[str, Tensor], context: Any) -> Any:

@@ -18,6 +18,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.dtensor import is_dtensor, tensor_ranks
 from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
 from zero_strategy.quantized.scales import keeps_dtype
+from zero_strategy.quantized.wrapped import is_wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,7 +166,9 @@ def _copy_undivided(model: Any, mesh: DeviceMesh) -> None:
 
 def _check_plain(model: nn.Module) -> None:
     """Refuse quantised weights: a part of one would begin and end inside of the blocks that share a scale."""
-    if found := [name for name, parameter in model.named_parameters() if keeps_dtype(parameter)]:
+    if found := [
+        name for name, parameter in model.named_parameters() if keeps_dtype(parameter) or is_wrapped(parameter)
+    ]:
         raise ValueError(
             f"mesh.tensor divides no quantised weights, such as {found[0]!r}: leave mesh.tensor at 1, where stage 3 "
             "divides their bytes, or load the model without quantization_config"
