@@ -5,7 +5,7 @@
     system    files that start processes of their own: commands, kills, clusters, examples, native builds
 
 A test's tier follows from the fixtures that it uses and from the names that its file has; nothing is marked by hand.
-`--tier quick` runs the tests of `unit` that take no longer than 0.4 seconds (`tests/durations.json`) and those of the
+`--tier quick` runs the tests of `unit` that take no longer than 0.25 seconds (`tests/durations.json`) and those of the
 others that `tests/quick.txt` lists, which `tests/choose_quick.py` has chosen; `--tier rest` runs what `quick` leaves
 out; the default is everything.
 """
@@ -28,7 +28,7 @@ QUICK_FILE = Path(__file__).with_name("quick.txt")
 DURATIONS_FILE = Path(__file__).with_name("durations.json")
 LEAST_SECONDS = 0.1
 """Tests below it are left out of the recorded durations."""
-LONG_SECONDS = 0.4
+LONG_SECONDS = 0.25
 """Unit tests above it are left out of the quick ones."""
 TIERS = ("unit", "ranks", "system")
 _FIXTURES = {"ranks", "fresh_ranks"}
