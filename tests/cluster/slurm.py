@@ -98,7 +98,7 @@ def slurm_cluster(folder: Path, **env: str) -> Iterator[Cluster]:
             for host in pair:
                 cluster.start_node(host)
             answers = ("sinfo", "--noheader", "--Node", "--format=%t")
-            cluster.wait("controller", lambda: (folder / "state" / "job_state").exists() or _answers(cluster))
+            cluster.wait("controller", lambda: _answers(cluster))
             cluster.wait("idle nodes", lambda: cluster.run(*answers).split() == ["idle", "idle"])
             yield cluster
         finally:

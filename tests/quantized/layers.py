@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from tests.integrations.huggingface.adapters import adapted
 from zero_strategy.integrations.transformers import from_pretrained
+from zero_strategy.quantized.wrapped import inner_tensors, is_wrapped
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -87,6 +88,15 @@ def bits(tensor: Tensor) -> Tensor:
     """A tensor's bytes: packed values in a floating-point dtype may be NaNs, which equal nothing."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
+
+
+def apart(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A plain module's state with torchao's weights in parts, under the names that these have as parameters."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        parts = inner_tensors(value) if is_wrapped(value) else {}
+        found |= {f"{name}.{key}": part for key, part in parts.items()} or {name: value}
+    return found
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

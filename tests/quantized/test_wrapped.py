@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,21 +12,12 @@ from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from tests.launcher import Launcher
-from tests.quantized.layers import WRAPPED, Net, same_bits
+from tests.quantized.layers import WRAPPED, Net, apart, same_bits
 from tests.quantized.test_engine import MORE, UNITS, in_one_process, prepared, step, trained
 from zero_strategy import ZeroEngine
 from zero_strategy.config import load_config
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
-from zero_strategy.quantized.wrapped import inner_tensors
-
-
-def apart(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A plain module's state with weights in parts, under the names that these have as parameters."""
-    found = {}
-    for name, value in state.items():
-        held = hasattr(value, "__tensor_flatten__") and name.endswith("base.weight")
-        found |= {f"{name}.{key}": part for key, part in inner_tensors(value).items()} if held else {name: value}
-    return found
+from zero_strategy.quantized.wrapped import inner_tensors, is_wrapped
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -211,7 +201,8 @@ def like_plain_modules(kind: str) -> None:
     engine = ZeroEngine(net, {"stage": 0, "units": UNITS})
     engine.attach(optimizer)
     step(net, optimizer, 0)
-    assert all(parameter is not None for group in optimizer.param_groups for parameter in group["params"])
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(held) == len(list(plain.parameters())) - 2 and not any(map(is_wrapped, held))
     net.load_state_dict(net.state_dict())
     net.load_state_dict(engine.full_state_dict())
     other = Net(kind)

@@ -203,16 +203,20 @@ class OptimizerTable:
             self.shapes.setdefault(kind, {}).update(shapes)
 
 
-def module_files(engine: TrainState) -> dict[str, bytes]:
+def module_files(engine: TrainState, known: dict[str, Any] | None = None) -> dict[str, bytes]:
     """State of modules beside parameters and buffers, as files of their own; see `module_state`.
 
     A collective where parameters are sharded, and of the team if the engine's module is a part of a model.
+
+    Args:
+        engine: Whose modules.
+        known: Their `module_entries`, where these were collected already.
 
     Raises:
         TypeError: If an entry cannot be stored; names it.
     """
     control = engine.mesh.world_group.control
-    extra, entries = extra_states(engine.module), module_entries(engine)
+    extra, entries = extra_states(engine.module), module_entries(engine) if known is None else known
 
     def files() -> dict[str, bytes]:
         return {**stored(extra, EXTRA_STATE_FILE), **stored(entries, ENTRIES_FILE)}

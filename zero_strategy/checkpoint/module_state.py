@@ -72,12 +72,9 @@ def module_entries(engine: TrainState) -> dict[str, Any]:
     return found
 
 
-def weight_descriptions(engine: TrainState) -> dict[str, Tensor]:
-    """Entries that describe quantised weights, as their library finds them among the weights of a model's files.
-
-    A collective where parameters are sharded.
-    """
-    return {name: value for name, value in module_entries(engine).items() if is_description(name)}
+def weight_descriptions(entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Entries that describe quantised weights, as their library finds them among the weights of a model's files."""
+    return {name: value for name, value in entries.items() if is_description(name)}
 
 
 def full_entries(engine: TrainState) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from zero_strategy.checkpoint.contents import (
 from zero_strategy.checkpoint.folders import prune
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import AVERAGE, EXPORT, FileKind, Manifest
-from zero_strategy.checkpoint.module_state import weight_descriptions
+from zero_strategy.checkpoint.module_state import module_entries, weight_descriptions
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
 from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
@@ -283,7 +283,8 @@ class Saver:
         states = [states_of(engine, sharded) for sharded in saved]
         # Nobody resumes from weights with nothing beside them that are not even the latest.
         export = not (optimizers or update_latest or user)
-        described = weight_descriptions(engine) if export and not engine.is_part else {}
+        entries = module_entries(engine) if export and not engine.is_part else None
+        described = weight_descriptions(entries or {})
         whole = catalog_of(engine).beside(TensorSpec.of(name, tensor) for name, tensor in described.items())
         referenced = whole.frozen if (frozen or settings.frozen) == "reference" else frozenset[str]()
         agreed = self._agreement.reach(saved, states, place, frozen=referenced, busy=self.busy())
@@ -308,7 +309,7 @@ class Saver:
                 writer=self.places.writer(place, board, agreed.token, known=agreed.known),
                 board=board,
                 plan=plan,
-                extra_files={**extra_files, **module_files(engine), **(average_file(engine) if saved else {})},
+                extra_files={**extra_files, **module_files(engine, entries), **(average_file(engine) if saved else {})},
                 own_files={**own_files, random_state.path_of(engine.mesh.world_group.rank): random_state.capture()},
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,

@@ -31,6 +31,10 @@ _TRAINED = ("WeightWithDynamicFloat8CastTensor",)
 """Classes of torchao that hold a weight in its own precision."""
 PACKED = ("qdata", "quantized_data")
 """Names of the tensors that hold the values, and tell a quantised weight's parts among names."""
+_OF_FOUR_BITS = ("weight.absmax", "weight.nested_absmax")
+"""Parts of another library's weights, whose names look alike."""
+_PLAIN = nn.Parameter.__torch_function__
+_HANDLES, _PREFIX = "_zero_strategy_parts", "_zero_strategy_parts_prefix"
 
 
 def is_wrapped(parameter: object) -> bool:
@@ -69,9 +73,6 @@ class HoldsParameters:
         held: Any = self
         parts = ", ".join(f"{name} {tuple(part.shape)}" for name, part in inner_tensors(self).items())
         return f"{type(self).__name__} of shape {tuple(held.shape)}, {held.dtype}, of parameters: {parts}"
-
-
-_PLAIN = nn.Parameter.__torch_function__
 
 
 def _ask_parts(weight: Any) -> None:
@@ -154,7 +155,9 @@ def attach_parts(root: nn.Module) -> None:
             own = {name: part for name, part in parts.items() if name.startswith(f"{key}.")}
             # Layers that share a weight share its parts.
             inner = {name.rpartition(".")[2]: part for name, part in own.items()}
-            made, own = shared.setdefault(id(weight), (holding(weight, inner), own))
+            if id(weight) not in shared:
+                shared[id(weight)] = (holding(weight, inner), own)
+            made, own = shared[id(weight)]
             parameters_of(module).pop(key, None)
             _drop_parts(module)  # of another weight that this one has replaced
             vars(module)[key] = made
@@ -196,18 +199,12 @@ def detach_parts(root: nn.Module) -> None:
         _drop_parts(module)  # also where another weight has replaced the one that held them
 
 
-_OF_FOUR_BITS = ("weight.absmax", "weight.nested_absmax")
-
-
 def _drop_parts(module: nn.Module) -> None:
     for name, part in list(parameters_of(module).items()):
         if isinstance(part, Scale) and name.startswith("weight.") and name not in _OF_FOUR_BITS:
             del parameters_of(module)[name]
     for handle in vars(module).pop(_HANDLES, ()):
         handle.remove()
-
-
-_HANDLES = "_zero_strategy_parts"
 
 
 def _load_parts(module: nn.Module) -> None:
@@ -217,7 +214,7 @@ def _load_parts(module: nn.Module) -> None:
 
 
 def _take_apart(module: nn.Module, entries: Any, prefix: str, *_: object) -> None:
-    vars(module)[f"{_HANDLES}_prefix"] = prefix
+    vars(module)[_PREFIX] = prefix
     weight = entries.get(f"{prefix}weight")
     if weight is not None and is_wrapped(weight):
         del entries[f"{prefix}weight"]
@@ -225,7 +222,7 @@ def _take_apart(module: nn.Module, entries: Any, prefix: str, *_: object) -> Non
 
 
 def _expect(module: nn.Module, incompatible: Any) -> None:
-    prefix = vars(module).pop(f"{_HANDLES}_prefix", "")
+    prefix = vars(module).pop(_PREFIX, "")
     known = {f"{prefix}{name}" for name in parameters_of(module)}
     incompatible.unexpected_keys[:] = [key for key in incompatible.unexpected_keys if key not in known]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, TorchAoConfig
@@ -19,21 +18,11 @@ from tests.integrations.huggingface.test_pretrained import saved
 from tests.integrations.huggingface.test_quantised import makes
 from tests.integrations.huggingface.training import difference, run
 from tests.launcher import Launcher
-from tests.quantized.layers import same_bits
+from tests.quantized.layers import apart, same_bits
 from zero_strategy.integrations.transformers import from_pretrained
-from zero_strategy.quantized.wrapped import inner_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 HOW = "torchao-int8"
-
-
-def apart(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A plain model's state with weights in parts, under the names that these have as parameters."""
-    found: dict[str, Tensor] = {}
-    for name, value in state.items():
-        wrapped = hasattr(value, "__tensor_flatten__") and hasattr(value, "qdata")
-        found |= {f"{name}.{key}": part for key, part in inner_tensors(value).items()} if wrapped else {name: value}
-    return found
 
 
 def beside_ddp(kind: str, path: str, how: str) -> Any:
@@ -57,7 +46,6 @@ def test_losses_and_adapters_on_torchao_s_weights(ranks: Launcher, tmp_path: Pat
     ours = ranks(2, timeout=120)(
         run, stage, "llama", str(tmp_path / "b"), zero={"offload": offload}, make=made, **steps
     )[0]
-    print(difference(plain[0], ours[0]))
     assert len(ours[0]) > 20 and difference(plain[0], ours[0]) < 1e-5
     trained = {name for name in plain[1] if "lora_" in name}
     assert trained and max(float((plain[1][n] - ours[1][n]).abs().max()) for n in trained) < 2e-6

@@ -77,18 +77,17 @@ class WrappedRecipe:
         target: The weight.
         dtype: Of the values that are quantised.
         config: torchao's.
-        layer: Class of its layer, as torchao looks for.
     """
 
     target: str
     dtype: torch.dtype
     config: Any
-    layer: type[nn.Module]
 
     def quantise(self, value: Tensor) -> dict[str, Tensor]:
         """Values of what is inside of the weight, by name; see `Recipe.quantise`."""
         library: Any = importlib.import_module("torchao.quantization")
-        holder: Any = self.layer(*value.shape[::-1], device="meta")
+        outputs, inputs = value.shape
+        holder: Any = nn.Linear(inputs, outputs, device="meta")
         holder.weight = nn.Parameter(value.to(self.dtype), requires_grad=False)
         library.quantize_(holder, self.config, filter_fn=lambda *_: True)
         return {f"{self.target}.{name}": part for name, part in inner_tensors(holder.weight).items()}
@@ -211,8 +210,7 @@ class WeightQuantiser:
         """
         layer = self._layer(target)
         if self.config is not None:
-            # Not an embedding's, whose arguments are the other way round.
-            return WrappedRecipe(target, dtype, self.config, nn.Linear)
+            return WrappedRecipe(target, dtype, self.config)
         weight: Any = layer.weight
         if "SCB" in vars(weight):
             return Recipe(target, dtype, is_transposed(layer), None)
