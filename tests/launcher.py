@@ -1,7 +1,7 @@
 """Pools of gloo ranks: processes that stand in for a cluster, started once and reused by many tests.
 
-    test process                         rank processes (forked from a server that has torch loaded)
-    ------------                         -----------------------------------------------------------
+    test process                         rank processes (forks of one that has loaded what the test process has)
+    ------------                         -----------------------------------------------------------------------
     run = ranks(2)
     run(function, *args)  -- pipe -->    init_process_group(gloo) under a name of this run
                                          function(*args)
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import multiprocessing
@@ -34,8 +35,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkProcess, ForkServerContext
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -52,6 +54,8 @@ PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch._dyn
 """Loaded once, in the server; the last because the first optimizer of any process loads it."""
 PRELOADED_IF_USED = ["lightning.pytorch", "accelerate", "transformers.trainer", "peft", "torchao.float8"]
 """Loaded there too where the test process has loaded them: seconds that each rank would need for itself."""
+LOADED_IN_TEMPLATE = ("zero_strategy", "hypothesis", "pytest", "_pytest")
+"""Packages of which a rank's template has the modules that the test process has loaded."""
 PATIENCE = 180.0
 """Seconds until a run without an answer is given up: several times those of the slowest machine that was met."""
 _LOG_TAIL = 20_000
@@ -83,6 +87,18 @@ class RankError(RuntimeError):
             if failure.log.strip() and failure.kind != "hung":
                 parts.append(f"--- rank {rank}, output ---\n{failure.log.rstrip()}")
         super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True)
+class _StartRank:
+    rank: int
+    world: int
+    port: int
+    log: str
+
+    @property
+    def name(self) -> str:
+        return f"rank{self.rank}of{self.world}"
 
 
 @dataclass(frozen=True)
@@ -240,10 +256,11 @@ def _execute(
         return _Reply(ok=False, exception=name, text=traceback.format_exc())
 
 
-def _serve(rank: int, world: int, port: int, connection: Connection, log_path: str) -> None:
+def _serve(
+    rank: int, world: int, port: int, connection: Connection, log_path: str, permanent: PermanentObjects
+) -> None:
     _prepare_process(log_path)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    permanent = PermanentObjects()  # else the collection after each run looks at all of torch: 0.2 s, 1 s after a fork
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
@@ -259,6 +276,37 @@ def _serve(rank: int, world: int, port: int, connection: Connection, log_path: s
             return
 
 
+# ------------------------------------------------------------------------------------------ the template's side
+
+
+def _serve_template(orders: Connection, modules: list[str]) -> None:
+    """Starts a rank for each `_StartRank`, and answers each pid with that process's exit code, None while it runs."""
+    cast(Any, multiprocessing.current_process())._config["daemon"] = False  # a daemon could start no processes
+    for name in modules:
+        import_module(name)
+    permanent = PermanentObjects()  # else the collection after each run looks at all of torch: 0.2 s, 1 s after a fork
+    context = multiprocessing.get_context("fork")
+    started: dict[int, ForkProcess] = {}
+    while True:
+        try:
+            order: _StartRank | tuple[int, float] = orders.recv()
+        except EOFError:  # the test process is gone; the ranks end when this one does
+            return
+        if isinstance(order, _StartRank):
+            with Connection(reduction.recv_handle(orders)) as pipe:  # closed here, so that no later rank keeps it open
+                arguments = (order.rank, order.world, order.port, pipe, order.log, permanent)
+                process = context.Process(target=_serve, args=arguments, name=order.name, daemon=True)
+                process.start()
+            assert process.pid is not None
+            started[process.pid] = process
+            orders.send(process.pid)
+        else:
+            pid, seconds = order
+            if pid in started:
+                started[pid].join(seconds)
+            orders.send(started[pid].exitcode if pid in started else None)
+
+
 # ---------------------------------------------------------------------------------- the test process's side
 
 
@@ -267,6 +315,40 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *(name for name in PRELOADED_IF_USED if name in sys.modules)])
     return context
+
+
+class _Template:
+    """The process of which all ranks of this test process are forks, so that none of them loads anything itself."""
+
+    def __init__(self) -> None:
+        context = fork_server()
+        self._orders, theirs = context.Pipe()
+        modules = [
+            name
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] in LOADED_IN_TEMPLATE and getattr(module, "__spec__", None) is not None
+        ]
+        self._process = context.Process(target=_serve_template, args=(theirs, modules), name="template", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, order: _StartRank) -> tuple[int, Connection]:
+        """Pid of a new rank and the pipe to it."""
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._orders.send(order)
+            reduction.send_handle(self._orders, theirs.fileno(), self._process.pid)
+            return self._orders.recv(), ours
+
+    def exit_code(self, pid: int, seconds: float) -> int | None:
+        """Exit code of a rank that ends within some seconds; negative for a signal."""
+        self._orders.send((pid, seconds))
+        return cast("int | None", self._orders.recv())
+
+
+@functools.cache
+def _template() -> _Template:
+    return _Template()
 
 
 class RankPool:
@@ -280,25 +362,12 @@ class RankPool:
         self._runs = 0
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = fork_server()
         self._connections: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self.pids: list[int] = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, world, self._store.port, theirs, str(self._log(rank))),
-                name=f"rank{rank}of{world}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-
-    @property
-    def pids(self) -> list[int]:
-        return [cast(int, process.pid) for process in self._processes]
+            pid, connection = _template().start(_StartRank(rank, world, self._store.port, str(self._log(rank))))
+            self._connections.append(connection)
+            self.pids.append(pid)
 
     def run(
         self,
@@ -364,9 +433,7 @@ class RankPool:
         return results, failures
 
     def _death(self, rank: int, offset: int) -> Failure:
-        process = self._processes[rank]
-        process.join(1.0)
-        code = process.exitcode or 0
+        code = _template().exit_code(self.pids[rank], 1.0) or 0
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return Failure("died", f"the process ended {how}", log=self._log_tail(rank, offset))
 
@@ -405,12 +472,10 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         end = time.monotonic() + patience
-        for process in self._processes:
-            process.join(max(0.0, end - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+        for pid in self.pids:
+            if _template().exit_code(pid, max(0.0, end - time.monotonic())) is None:
+                os.kill(pid, signal.SIGKILL)
+                _template().exit_code(pid, 60.0)
         self._folder.cleanup()
 
 

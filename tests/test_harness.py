@@ -200,7 +200,7 @@ def test_ranks_end_with_a_killed_test_process(tmp_path: Path) -> None:
     script.write_text(ORPHANS)
     root = Path(__file__).parents[1]
     env = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=180)
     assert done.returncode == -signal.SIGALRM, done.stderr
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2 and wait_until_gone(pids)
