@@ -97,9 +97,17 @@ def compare(kind: str, stage: int) -> None:
         assert all(map(torch.equal, engine.full_state_dict().values(), reference.state_dict().values()))
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+# All on two ranks; one rank and four have each line search once, at stages that divide and that do not.
+@pytest.mark.parametrize(
+    "world, stage, kind",
+    [
+        *((2, stage, kind) for stage in (0, 1, 2, 3) for kind in OPTIONS),
+        (1, 0, "fixed"),
+        (1, 2, "strong_wolfe"),
+        (4, 1, "fixed"),
+        (4, 3, "strong_wolfe"),
+    ],
+)
 def test_lbfgs_is_that_of_one_process(ranks: Launcher, world: int, stage: int, kind: str) -> None:
     ranks(world)(compare, kind, stage)
 

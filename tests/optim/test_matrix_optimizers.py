@@ -45,7 +45,7 @@ def trained(training: PlainTraining, accumulation: int, clip: bool) -> None:
         Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=0.01, foreach=False),
     )
-    for step in range(4):
+    for step in range(3):
         for micro in range(accumulation):
             loss = loss_of(model(training.data(accumulation * step + micro, 2, 6))) / accumulation
             training.note(loss)
@@ -60,8 +60,11 @@ def settings(options: dict[str, Any]) -> list[Setting]:
     return [Setting(setting.stage, setting.order, options) for setting in DEFAULTS]
 
 
-@pytest.mark.parametrize("accumulation, clip", [(1, False), (3, False), (1, True), (2, True)])
-@pytest.mark.parametrize("world", [1, 2, 4])
+# All trainings on two ranks; on one and on four, where matrices are divided otherwise, the one that does most.
+@pytest.mark.parametrize(
+    "world, accumulation, clip",
+    [(1, 2, True), (2, 1, False), (2, 3, False), (2, 1, True), (2, 2, True), (4, 2, True)],
+)
 def test_muon_has_the_bits_of_plain_torch(ranks: Launcher, world: int, accumulation: int, clip: bool) -> None:
     script = partial(trained, accumulation=accumulation, clip=clip)
     for wrong in ranks(world)(play, script, settings({})):
@@ -71,8 +74,7 @@ def test_muon_has_the_bits_of_plain_torch(ranks: Launcher, world: int, accumulat
 LAYOUTS = {"apart": {"matrix_parameters": ["blocks.*"]}, "whole on one rank": MUON}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, layout", [(2, "apart"), (2, "whole on one rank"), (4, "whole on one rank")])
 def test_muon_in_buckets_of_its_own(ranks: Launcher, world: int, layout: str) -> None:
     for wrong in ranks(world)(play, partial(trained, accumulation=2, clip=True), settings(LAYOUTS[layout])):
         assert not wrong
@@ -255,11 +257,11 @@ def offloaded(training: PlainTraining, one: bool) -> None:
         training.zero_grad()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("one, world", [(True, 1), (True, 2), (False, 2), (False, 4)])
 def test_state_in_host_memory_and_in_files(ranks: Launcher, tmp_path: Path, world: int, one: bool) -> None:
-    memory: dict[str, Any] = {"optimizer": "cpu"}
+    memory: dict[str, Any] = {"optimizer": "cpu", "probe_seconds": 0}
     files = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path), "staging_bytes": 65536}
+    files["probe_seconds"] = 0  # how fast the drive is changes nothing here
     apart = {"matrix_parameters": ["blocks.*"]}
     cases = [(0, memory, {}), (1, memory, {}), (2, memory, apart), (3, files, {}), (3, files, apart), (2, memory, MUON)]
     found = [
@@ -331,18 +333,18 @@ class Wide(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("layout", ["slices", "whole"])
+@pytest.mark.parametrize("world, stage", [(2, 1), (2, 2), (2, 3), (4, 1), (4, 3)])
 def test_moments_are_on_one_rank_each_and_messages_are_hardly_more_than_adamws(
-    ranks: Launcher, stage: int, world: int, layout: str
+    ranks: Launcher, stage: int, world: int
 ) -> None:
-    ours, plain = ranks(world)(figures, stage, layout), ranks(world)(figures, stage, "")
-    matrices, all_elements = ours[0][2], ours[0][3]
-    wanted = (4 * matrices + 8 * (all_elements - matrices)) / world
-    for (nbytes, sent, *_), (_, plainly, *_) in zip(ours, plain, strict=True):
-        assert nbytes["optimizer"] <= 1.02 * wanted
-        assert sent <= 1.10 * plainly
+    plain = ranks(world)(figures, stage, "")
+    for layout in ("slices", "whole"):
+        ours = ranks(world)(figures, stage, layout)
+        matrices, all_elements = ours[0][2], ours[0][3]
+        wanted = (4 * matrices + 8 * (all_elements - matrices)) / world
+        for (nbytes, sent, *_), (_, plainly, *_) in zip(ours, plain, strict=True):
+            assert nbytes["optimizer"] <= 1.02 * wanted, layout
+            assert sent <= 1.10 * plainly, layout
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -533,8 +535,14 @@ KINDS: dict[str, Any] = {
 }
 
 
-def steps_with(kind: str, stage: int, path: str, do: str, bounds: tuple[int, int]) -> tuple[dict[str, Tensor], Any]:
-    """Steps with all parameters in an optimizer of whole tensors, from a checkpoint on, and a save."""
+def steps_with(
+    kind: str, stage: int, path: str, do: str, bounds: tuple[int, int]
+) -> list[tuple[dict[str, Tensor], Any]]:
+    """Steps with all parameters in an optimizer of whole tensors, from a checkpoint on, and a save.
+
+    Returns:
+        Weights and state after the steps; before that, those that `load` brought.
+    """
     model = net()
     options = {"matrix_optimizers": [kind], "matrix_parameters": ["*"]} if stage else {}
     engine = ZeroEngine(model, {"stage": stage, "units": {"min_numel": 0}, **options})
@@ -545,17 +553,18 @@ def steps_with(kind: str, stage: int, path: str, do: str, bounds: tuple[int, int
     if "torch" in do:
         engine.load_optimizer_state_dict(optimizer, torch.load(f"{path}.pt"))
         model.load_state_dict(torch.load(f"{path}.weights.pt"))
+    found = [(engine.full_state_dict(), engine.optimizer_state_dict(optimizer))] if do == "load" else []
     for number in range(*bounds):
         rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
         loss_of(model(rows)).backward()  # the same on all ranks
         optimizer.step()
         optimizer.zero_grad()
-    found = engine.full_state_dict(), engine.optimizer_state_dict(optimizer)
+    found.append((engine.full_state_dict(), engine.optimizer_state_dict(optimizer)))
     if "save" in do:
         engine.save(path)
         if dist.get_rank() == 0:
-            torch.save(found[1], f"{path}.pt")
-            torch.save(found[0], f"{path}.weights.pt")
+            torch.save(found[-1][1], f"{path}.pt")
+            torch.save(found[-1][0], f"{path}.weights.pt")
     engine.close()
     return found
 
@@ -588,13 +597,12 @@ def test_state_that_is_not_per_element_is_saved_and_loaded(
 ) -> None:
     path = str(tmp_path / "c")
     wanted, last = in_one_process(kind, 3), in_one_process(kind, 5)
-    for weights, state in ranks(2)(steps_with, kind, saved, path, "save", (0, 3)):
+    for ((weights, state),) in ranks(2)(steps_with, kind, saved, path, "save", (0, 3)):
         assert same_state(weights, wanted[0]) and same_state(state["state"], wanted[1]["state"])
-    for do in ("load", "torch"):
-        for weights, state in ranks(world)(steps_with, kind, stage, path, do, (3, 3)):
-            assert same_state(weights, wanted[0]) and same_state(state["state"], wanted[1]["state"])
-        for weights, state in ranks(world)(steps_with, kind, stage, path, do, (3, 5)):
-            assert same_state(weights, last[0]) and same_state(state["state"], last[1]["state"])
+    for do, expected in (("load", [wanted, last]), ("torch", [last])):
+        for found in ranks(world)(steps_with, kind, stage, path, do, (3, 5)):
+            for (weights, state), (its_weights, its_state) in zip(found, expected, strict=True):
+                assert same_state(weights, its_weights) and same_state(state["state"], its_state["state"])
 
 
 def test_such_state_is_converted_to_torchs_and_back(ranks: Launcher, tmp_path: Path) -> None:
@@ -605,7 +613,7 @@ def test_such_state_is_converted_to_torchs_and_back(ranks: Launcher, tmp_path: P
     stored = torch.load(tmp_path / "file.pt", weights_only=True)
     assert same_state(stored["optimizers"][0]["state"], wanted)
     convert(tmp_path / "file.pt", tmp_path / "again")
-    for _, state in ranks(2)(steps_with, "Factored", 2, str(tmp_path / "again"), "load", (3, 3)):
+    for (_, state), _ in ranks(2)(steps_with, "Factored", 2, str(tmp_path / "again"), "load", (3, 3)):
         assert same_state(state["state"], wanted)
 
 
