@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.nets import Net, loss_of, net
-from tests.engine.trainings import PlainTraining, Script, Setting, ShardedTraining, play
+from tests.engine.trainings import DEFAULTS, SETTINGS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 
 ROWS = 2
@@ -17,7 +17,7 @@ ROWS = 2
 
 def start(training: PlainTraining, lr: float = 0.05) -> tuple[Net, torch.optim.Optimizer]:
     """A sharded net with one optimizer attached."""
-    model = net()
+    model = net(depth=2)
     training.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
     training.attach(optimizer)
@@ -266,13 +266,23 @@ EXACT: list[Script] = [
 ]
 
 
+ONE_BACKWARD = {
+    one_backward_per_step,
+    module_zero_grad,
+    two_forwards_one_backward,
+    gradient_of_the_input,
+    backward_to_some_inputs_only,
+}
+"""Scripts of one backward per step, in which there is one order of summation."""
+
+
 @pytest.mark.parametrize("script", EXACT, ids=lambda script: script.__name__)
 def test_backwards_in_any_mix_equal_plain_torch(ranks: Launcher, script: Script) -> None:
-    for wrong in ranks(2)(play, script):
+    for wrong in ranks(2)(play, script, DEFAULTS if script in ONE_BACKWARD else SETTINGS):
         assert not wrong
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_other_world_sizes(ranks: Launcher, world: int) -> None:
     for script in (changing_mix, steps_without_zero_grad):
         for wrong in ranks(world)(play, script):

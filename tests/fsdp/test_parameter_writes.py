@@ -5,6 +5,7 @@ Every in-place method of torch is tried, through the parameter, `p.data` and `p.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ OF_INTEGERS = frozenset(
 OPERATORS = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
 
 
+@functools.cache
 def operations() -> dict[str, Callable[[Tensor], object]]:
     """Every in-place method of tensors, with arguments that it takes, and other ways to write."""
     other = torch.full(SHAPE, 0.25)
@@ -165,7 +167,10 @@ PLACES = {each.__name__: each for each in (at_rest, in_its_forward, in_the_roots
 
 
 def tried(stage: int, dtype: torch.dtype, place: str) -> dict[str, str]:
-    """{operation: what is wrong with it}: after the write, and after an optimizer's step of length 0."""
+    """{operation: what is wrong with it}: after the write, and after an optimizer's step of length 0.
+
+    Of two operations one is tried in each dtype; at the next stage in the other one.
+    """
     wrong: dict[str, str] = {}
     model = Around()
     start = model.block.weight.detach().clone()
@@ -174,7 +179,8 @@ def tried(stage: int, dtype: torch.dtype, place: str) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine.attach(optimizer)
     weight = model.block.weight
-    for number, (name, operation) in enumerate(operations().items()):
+    chosen = list(operations().items())[(stage // 2 + (dtype == torch.bfloat16)) % 2 :: 2]
+    for number, (name, operation) in enumerate(chosen):
         for access in ACCESS if number % 5 == 0 or "norm" in name or "data" in name else ("data",):
             engine.model.place(weight)[0].kept = False  # type: ignore[index]
             with GatheredParameters(weight, modifier_rank=0), torch.no_grad():

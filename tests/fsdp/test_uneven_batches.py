@@ -6,8 +6,9 @@ The cases of a test run one after the other in one call of the ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,12 @@ def weights_by_hand(policy: str, counts: list[int]) -> list[list[float]]:
 
 
 def oracle(case: Case, counts: list[int]) -> Trained:
+    """The same for all that differ in where parameters and state are."""
+    return _oracle(replace(case, stage=0, sized=True, release=True), tuple(counts))
+
+
+@functools.cache
+def _oracle(case: Case, counts: tuple[int, ...]) -> Trained:
     """One process; a rank that has no batch contributes nothing to a sum that is divided by all ranks."""
     model = build("convnet", MODEL_SEED)
     optimizer = adamw(param_groups(model))
@@ -125,7 +132,7 @@ def oracle(case: Case, counts: list[int]) -> Trained:
         (loss_fn(model, batch) * factor / case.accumulation).backward()
         return [None if p.grad is None else p.grad.clone() for p in parameters]
 
-    factors = weights_by_hand(case.policy, counts)
+    factors = weights_by_hand(case.policy, list(counts))
     for epoch in range(EPOCHS):
         epochs = [list(Batches(rank, epoch, count)) for rank, count in enumerate(counts)]
         for first in range(0, max(counts), case.accumulation):
