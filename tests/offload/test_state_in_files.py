@@ -309,27 +309,35 @@ def test_checkpoints_know_no_tiers(ranks: Launcher, tmp_path: Path, source: str,
         assert wrong == []
 
 
+def edited(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
+    engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
+    train(engine, optimizer, range(2))
+    for p in (engine.module.first.weight, engine.module.norm.bias, engine.module.scale):
+        safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 1.5)
+        moment = safe_get_full_optimizer_state(p, "exp_avg")
+        assert moment is not None
+        safe_set_full_optimizer_state(p, moment * 0.25, "exp_avg")
+    with GatheredParameters(engine.module.blocks[0].parameters(), modifier_rank=0), torch.no_grad():
+        engine.module.blocks[0].weight.mul_(0.5)
+    state = {name: value * 0.9 for name, value in engine.full_state_dict().items() if "blocks.1" in name}
+    engine.module.load_state_dict(state, strict=False)
+    train(engine, optimizer, range(2, 4))
+    whole = engine.optimizer_state_dict(optimizer)
+    engine.load_optimizer_state_dict(optimizer, whole)
+    engine.module.frozen.requires_grad_(True)
+    train(engine, optimizer, range(4, 6))
+    found = outcome(engine, optimizer)
+    engine.detach()
+    return found
+
+
+@functools.cache
+def edited_in_memory(stage: int) -> dict[str, Any]:
+    return edited(stage, {})
+
+
 def edits(folder: Path, stage: int, tier: str) -> list[str]:
-    results = []
-    for offload in ({}, tiers(folder)[tier]):
-        engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
-        train(engine, optimizer, range(2))
-        for p in (engine.module.first.weight, engine.module.norm.bias, engine.module.scale):
-            safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 1.5)
-            moment = safe_get_full_optimizer_state(p, "exp_avg")
-            assert moment is not None
-            safe_set_full_optimizer_state(p, moment * 0.25, "exp_avg")
-        with GatheredParameters(engine.module.blocks[0].parameters(), modifier_rank=0), torch.no_grad():
-            engine.module.blocks[0].weight.mul_(0.5)
-        state = {name: value * 0.9 for name, value in engine.full_state_dict().items() if "blocks.1" in name}
-        engine.module.load_state_dict(state, strict=False)
-        train(engine, optimizer, range(2, 4))
-        whole = engine.optimizer_state_dict(optimizer)
-        engine.load_optimizer_state_dict(optimizer, whole)
-        engine.module.frozen.requires_grad_(True)
-        train(engine, optimizer, range(4, 6))
-        results.append(outcome(engine, optimizer))
-    return unequal(results[1], results[0])
+    return unequal(edited(stage, tiers(folder)[tier]), edited_in_memory(stage))
 
 
 @pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all"), (3, "half, all"), (3, "resident")])
@@ -338,38 +346,45 @@ def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier
         assert wrong == []
 
 
-def gradients(folder: Path, stage: int, tier: str) -> list[str]:
+def with_gradients(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
     """All that is done to gradients between a backward and a step."""
-    results = []
-    for offload in ({}, tiers(folder)[tier]):
-        engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
-        net, found = engine.module, dict[str, Any]()
-        for step in range(6):
-            for part in range(3):
-                torch.manual_seed(100 * step + 10 * part + engine.mesh.rank)
-                loss = net(torch.randn(4, 37, dtype=torch.bfloat16), step % 2 == 1).float().square().mean()
-                with engine.no_sync() if step == 3 and part == 0 else contextlib.nullcontext():
-                    loss.backward()
-                if step == 1 and part == 0:
-                    net.first.weight.grad = None
-                if step == 2 and part == 1:
-                    net.norm.bias.grad.zero_()
-            if step == 2:
-                engine.clip_grad_value_(1e-3)
-            if step == 3:
-                net.scale.grad = torch.full_like(net.scale, 0.25)
-            if step == 4:
-                safe_set_full_grad(net.blocks[0].bias, torch.linspace(-1, 1, 131))
-            found[f"norm {step}"] = engine.clip_grad_norm_(0.5)
-            found[f"gradient {step}"] = net.blocks[1].weight.grad.clone()
-            found[f"full {step}"] = safe_get_full_grad(net.first.weight)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step != 4)
-            if step == 4:
-                found["zeroed"] = float(net.first.weight.grad.abs().sum())
-        results.append(outcome(engine, optimizer) | found)
-        engine.detach()
-    return unequal(results[1], results[0])
+    engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
+    net, found = engine.module, dict[str, Any]()
+    for step in range(6):
+        for part in range(3):
+            torch.manual_seed(100 * step + 10 * part + engine.mesh.rank)
+            loss = net(torch.randn(4, 37, dtype=torch.bfloat16), step % 2 == 1).float().square().mean()
+            with engine.no_sync() if step == 3 and part == 0 else contextlib.nullcontext():
+                loss.backward()
+            if step == 1 and part == 0:
+                net.first.weight.grad = None
+            if step == 2 and part == 1:
+                net.norm.bias.grad.zero_()
+        if step == 2:
+            engine.clip_grad_value_(1e-3)
+        if step == 3:
+            net.scale.grad = torch.full_like(net.scale, 0.25)
+        if step == 4:
+            safe_set_full_grad(net.blocks[0].bias, torch.linspace(-1, 1, 131))
+        found[f"norm {step}"] = engine.clip_grad_norm_(0.5)
+        found[f"gradient {step}"] = net.blocks[1].weight.grad.clone()
+        found[f"full {step}"] = safe_get_full_grad(net.first.weight)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 4)
+        if step == 4:
+            found["zeroed"] = float(net.first.weight.grad.abs().sum())
+    results = outcome(engine, optimizer) | found
+    engine.detach()
+    return results
+
+
+@functools.cache
+def with_gradients_in_memory(stage: int) -> dict[str, Any]:
+    return with_gradients(stage, {})
+
+
+def gradients(folder: Path, stage: int, tier: str) -> list[str]:
+    return unequal(with_gradients(stage, tiers(folder)[tier]), with_gradients_in_memory(stage))
 
 
 GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients in files"), (3, "resident")]

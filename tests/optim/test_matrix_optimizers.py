@@ -259,9 +259,9 @@ def offloaded(training: PlainTraining, one: bool) -> None:
 
 @pytest.mark.parametrize("one, world", [(True, 1), (True, 2), (False, 2), (False, 4)])
 def test_state_in_host_memory_and_in_files(ranks: Launcher, tmp_path: Path, world: int, one: bool) -> None:
-    memory: dict[str, Any] = {"optimizer": "cpu", "probe_seconds": 0}
+    memory: dict[str, Any] = {"optimizer": "cpu"}
     files = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path), "staging_bytes": 65536}
-    files["probe_seconds"] = 0  # how fast the drive is changes nothing here
+    files["probe_seconds"] = 0  # how fast the drive is says nothing here
     apart = {"matrix_parameters": ["blocks.*"]}
     cases = [(0, memory, {}), (1, memory, {}), (2, memory, apart), (3, files, {}), (3, files, apart), (2, memory, MUON)]
     found = [

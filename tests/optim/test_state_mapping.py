@@ -396,7 +396,9 @@ IN_TIERS = (
 @pytest.mark.parametrize("tier", ["", "cpu", "nvme"])
 def test_state_of_fused_steps_is_a_mapping(ranks: Launcher, tmp_path: Path, tier: str) -> None:
     """Our own rules, in memory and in tiers."""
-    offload = {"optimizer": tier, "probe_seconds": 0, **({"nvme_path": str(tmp_path)} if tier == "nvme" else {})}
+    offload: dict[str, Any] = {"optimizer": tier}
+    if tier == "nvme":
+        offload |= {"nvme_path": str(tmp_path), "probe_seconds": 0}  # how fast the drive is says nothing here
     config = {"offload": offload} if tier else {"fused_optimizers": True}
     setting = Setting(3 if tier == "nvme" else 2, "per_micro_batch", config)
     for wrong in ranks(2, timeout=180)(wrong_operations, [setting], 1e-4, IN_TIERS if tier else tuple(OPERATIONS)):
@@ -794,7 +796,8 @@ def test_state_that_only_some_ranks_change(ranks: Launcher) -> None:
 
 def refusals_in_tiers(folder: str) -> None:
     """Values in a tier move on with every step: what was asked for before is refused."""
-    model, _, optimizer = started(2, FusedAdamW, offload={"optimizer": "nvme", "nvme_path": folder})
+    nvme = {"optimizer": "nvme", "nvme_path": folder, "probe_seconds": 0}
+    model, _, optimizer = started(2, FusedAdamW, offload=nvme)
     p = model.stem.weight
     value, entry = optimizer.state[p]["exp_avg"], optimizer.state[p]
     one_step(model, optimizer)
