@@ -64,9 +64,17 @@ def played(config: dict[str, Any], choice: str, dtype: torch.dtype, clip: bool, 
     return found
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+CLIPPED_LOW = {"0", "1", "3", "3, offloaded"}
+"""Whose step is clipped in bfloat16, and not in float32; that of the others the other way round."""
+SKIPS = [
+    pytest.param(config, dtype, clip, id=f"{name}-dtype{number}-{'clipped' if clip else ''}")
+    for name, config in CONFIGS.items()
+    for number, dtype in enumerate((torch.float32, torch.bfloat16))
+    for clip in [(name in CLIPPED_LOW) == (dtype == torch.bfloat16)]
+]
+
+
+@pytest.mark.parametrize("config, dtype, clip", SKIPS)
 def test_a_step_with_gradients_that_are_not_finite_is_skipped_on_all_ranks(
     ranks: Launcher, config: dict[str, Any], dtype: torch.dtype, clip: bool
 ) -> None:

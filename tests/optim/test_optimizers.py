@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.engine.nets import loss_of, net
-from tests.engine.trainings import DEFAULTS, PlainTraining, Script, Setting, ShardedTraining, play
+from tests.engine.trainings import DEFAULTS, SETTINGS, PlainTraining, Script, Setting, ShardedTraining, play
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
@@ -64,9 +64,13 @@ def every_optimizer(training: PlainTraining, name: str, foreach: bool) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_of_torch(ranks: Launcher, name: str) -> None:
+    """Each at a stage that divides nothing and at two that do, and with `foreach`, whose lists are pieces, at one."""
+    others = (1, 2) if list(OPTIMIZERS).index(name) % 2 else (2, 1)
+    stages: dict[bool, tuple[int, ...]] = {False: (0, others[0], 3), True: (others[1],)}
     for foreach in (False, True) if name != "AdamW lr tensor" else (False,):
+        script, chosen = partial(every_optimizer, name=name, foreach=foreach), [DEFAULTS[n] for n in stages[foreach]]
         # Kernels of pow and sqrt round differently in the vector body and the tail of a tensor.
-        for wrong in ranks(2)(play, partial(every_optimizer, name=name, foreach=foreach), DEFAULTS, tolerance=2e-7):
+        for wrong in ranks(2)(play, script, chosen, tolerance=2e-7):
             assert not wrong, (name, foreach)
 
 
@@ -227,9 +231,10 @@ def adversaries(training: PlainTraining, toggle: bool, through_root: bool) -> No
 
 @pytest.mark.parametrize("toggle", [False, True])
 def test_two_optimizers_in_turn(ranks: Launcher, toggle: bool) -> None:
-    for through_root in (True, False):
+    # Without the root's forward only at the stages that divide something, each in its own order of summation.
+    for through_root, settings in ((True, SETTINGS), (False, DEFAULTS[1:])):
         script = partial(adversaries, toggle=toggle, through_root=through_root)
-        for wrong in ranks(2)(play, script, tolerance=1e-6):
+        for wrong in ranks(2)(play, script, settings, tolerance=1e-6):
             assert not wrong, through_root
 
 
@@ -273,9 +278,13 @@ def clipping(training: PlainTraining, norm_type: float | str) -> None:
         training.zero_grad()
 
 
+WORLDS: dict[float | str, tuple[int, ...]] = {1.0: (3,), 2.0: (2, 3), 3.5: (2,), float("inf"): (3,), "inf": (2,)}
+"""Where each norm is tried: three ranks divide unevenly."""
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf"), "inf"])
 def test_clipping_by_every_norm_and_by_value(ranks: Launcher, norm_type: float | str) -> None:
-    for world in (2, 3):
+    for world in WORLDS[norm_type]:
         for wrong in ranks(world)(play, partial(clipping, norm_type=norm_type), DEFAULTS, tolerance=1e-6):
             assert not wrong, world
 
