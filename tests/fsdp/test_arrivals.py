@@ -136,8 +136,8 @@ def read(
     return wrong
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2])
+# The stages differ in what they do to gradients, not in how they gather: each has one dtype.
+@pytest.mark.parametrize("stage, dtype", [(1, None), (2, torch.bfloat16)])
 def test_every_read_waits(ranks: Launcher, stage: int, dtype: torch.dtype | None) -> None:
     assert ranks(2)(read, stage, dtype) == [[], []]
 

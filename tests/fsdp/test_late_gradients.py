@@ -64,9 +64,10 @@ def used_again_on_one_rank(training: PlainTraining) -> None:
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_late_gradients_are_not_lost(ranks: Launcher, micro: int) -> None:
-    for times in (2, 3):
-        for wrong in ranks(2)(play, partial(blocks_used_again, times=times, micro=micro), SETTINGS, tolerance=1e-5):
-            assert not wrong, times
+    """Blocks are used twice in a single micro-batch, and three times in each of two."""
+    script = partial(blocks_used_again, times=micro + 1, micro=micro)
+    for wrong in ranks(2)(play, script, SETTINGS, tolerance=1e-5):
+        assert not wrong
 
 
 def test_late_gradients_on_a_mesh_of_four(ranks: Launcher) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.nets import Block, Net, loss_of, net, seeded
-from tests.engine.trainings import DEFAULTS, KEPT, PlainTraining, Script, Setting, play
+from tests.engine.trainings import KEPT, PlainTraining, Script, Setting, play
 from tests.launcher import Launcher
 
 STAGE_3 = [
@@ -414,7 +414,8 @@ def test_activation_checkpointing(ranks: Launcher, where: str, reentrant: bool) 
     # A re-entrant backward is several backwards, each of which is reduced by itself: equal up to rounding.
     tolerance = 1e-5 if reentrant else 0.0
     script = partial(checkpointed, where=where, reentrant=reentrant)
-    for wrong in ranks(2)(play, script, [*DEFAULTS, *STAGE_3], tolerance):
+    # One backward of all is nothing new to stages that release no unit; several are.
+    for wrong in ranks(2)(play, script, SOME if reentrant else STAGE_3, tolerance):
         assert not wrong
 
 
