@@ -77,24 +77,26 @@ def parameters(module: Module) -> dict[str, Tensor]:
 
 
 def stopped_and_resumed(tmp: str, stage: int, kind: str) -> dict[str, Any]:
+    """In one form of checkpoints: each occurs at every stage and with both callbacks."""
     found: dict[str, Any] = {}
-    for form, flags in (("directory", {}), ("file", {"plugins": [TorchCheckpointIO()]})):
-        kept = ModelCheckpoint(f"{tmp}/{form}", "{epoch}", save_top_k=-1)
-        whole = Transfer(kind)
-        made = trainer(zero(stage), max_epochs=4, callbacks=[callback(kind), kept], enable_checkpointing=True, **flags)
-        made.fit(whole, loader())
-        for epoch in range(3):
-            module, again = Transfer(kind), callback(kind)
-            run = trainer(zero(stage), max_epochs=4, callbacks=[again], **flags)
-            path = f"{tmp}/{form}/epoch={epoch}.ckpt"
-            assert os.path.isdir(path) == (form == "directory")
-            run.fit(module, loader(), ckpt_path=path)
-            assert all(parameter.requires_grad for parameter in module.parameters())
-            assert getattr(again, "starts", 1) == 1
-            groups = [[group["lr"] for group in t.optimizers[0].param_groups] for t in (run, made)]
-            assert groups[0] == groups[1] and len(groups[0]) == (2 if kind == "SGD" else 3)
-            found[f"{form} {epoch}"] = error(parameters(module), parameters(whole))
-            found[f"{form} {epoch} losses"] = module.losses == whole.losses[-len(module.losses) :]
+    forms: list[tuple[str, dict[str, Any]]] = [("directory", {}), ("file", {"plugins": [TorchCheckpointIO()]})]
+    form, flags = forms[(stage + (kind == "SGD")) % 2]
+    kept = ModelCheckpoint(f"{tmp}/{form}", "{epoch}", save_top_k=-1)
+    whole = Transfer(kind)
+    made = trainer(zero(stage), max_epochs=4, callbacks=[callback(kind), kept], enable_checkpointing=True, **flags)
+    made.fit(whole, loader())
+    for epoch in range(3):
+        module, again = Transfer(kind), callback(kind)
+        run = trainer(zero(stage), max_epochs=4, callbacks=[again], **flags)
+        path = f"{tmp}/{form}/epoch={epoch}.ckpt"
+        assert os.path.isdir(path) == (form == "directory")
+        run.fit(module, loader(), ckpt_path=path)
+        assert all(parameter.requires_grad for parameter in module.parameters())
+        assert getattr(again, "starts", 1) == 1
+        groups = [[group["lr"] for group in t.optimizers[0].param_groups] for t in (run, made)]
+        assert groups[0] == groups[1] and len(groups[0]) == (2 if kind == "SGD" else 3)
+        found[f"{form} {epoch}"] = error(parameters(module), parameters(whole))
+        found[f"{form} {epoch} losses"] = module.losses == whole.losses[-len(module.losses) :]
     found["sum"] = sum(float(tensor.double().sum()) for tensor in parameters(whole).values())
     return found
 
