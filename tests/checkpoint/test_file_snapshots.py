@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import warnings
@@ -58,8 +59,10 @@ def saved_while_training(folder: Path, tier: str, dtype: torch.dtype | None) -> 
     return found
 
 
-def undisturbed(tier: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    engine, optimizer = make(TIERS[tier], "adamw", dtype, {})
+@functools.cache
+def undisturbed(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What several tiers are compared with."""
+    engine, optimizer = make(stage, "adamw", dtype, {})
     train(engine, optimizer, range(7))
     return outcome(engine, optimizer)
 
@@ -68,7 +71,7 @@ def all_tiers(folder: Path, names: list[str], dtype: torch.dtype | None) -> list
     wrong = []
     for name in names:
         found = saved_while_training(folder / name, name, dtype)
-        wrong += [f"{name}: {each}" for each in unequal(found["state"], undisturbed(name, dtype))]
+        wrong += [f"{name}: {each}" for each in unequal(found["state"], undisturbed(TIERS[name], dtype))]
         if (found["while"], found["memory"]) != ([(False, True)] * 2, 0):
             wrong.append(f"{name}: {found['while']} {found['memory']}")
     return wrong

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 import zero_strategy.compat.deepspeed as deepspeed
 from tests.compat.scripts.old_script import data, net
 from tests.launcher import Launcher
+from tests.warm import run_warm
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -135,12 +135,10 @@ def test_ranks_may_be_said(tmp_path: Path, by_file: bool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    processes = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), port, file], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    found = [process.communicate(timeout=100)[0].splitlines()[-1] for process in processes]
-    assert found == ["0 2 2.0", "1 2 2.0"]
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.map(lambda rank: run_warm(RANK, str(rank), port, file, cwd=tmp_path), range(2))
+        found = [done.stdout.splitlines()[-1:] or done.stderr for done in both]
+    assert found == [["0 2 2.0"], ["1 2 2.0"]]
 
 
 def test_ranks_that_do_not_fit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch.distributed as dist
 
 import zero_strategy
 from tests.compat.scripts import old_script, plain
+from tests.launched import as_processes_of_torchrun, plain_environment
 from tests.launcher import Launcher
-from tests.warm import run_warm_script
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
 STEPS, MICRO, ACCUMULATION, CLIP = 3, 2, 2, 0.5
@@ -93,20 +92,15 @@ def test_one_process_without_a_launcher_equals_plain_torch(stage: int, ours: boo
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
+    """In the environment of its processes, which is what the script and `initialize` see of it."""
     root = Path(__file__).resolve().parents[3]
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "tests.compat.scripts.old_script",
-    ]
     arguments = ["--deepspeed", "--deepspeed_config", write(str(tmp_path), 3, False), "--steps", "4"]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
-    done = run_warm_script(*command, *arguments, cwd=root, env=env, timeout=110)
-    printed = re.search(r"result: \[(.*)\]", done.stdout)
-    assert printed is not None, done.stdout + done.stderr
+    env = plain_environment(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(root))
+    words = ["-m", "tests.compat.scripts.old_script", *arguments]
+    first, second = as_processes_of_torchrun(words, 2, root, env)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    printed = re.search(r"result: \[(.*)\]", first.stdout + second.stdout)
+    assert printed is not None, first.stdout + first.stderr
     assert [float(loss) for loss in printed[1].split(",")] == pytest.approx(oracle(2)["losses"][0][:4], abs=2e-6)
 
 
