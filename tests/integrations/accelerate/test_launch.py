@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
+from tests.integrations.accelerate.launched import as_processes_of_accelerate
 from tests.integrations.accelerate.upstream import run_here
+from tests.launched import plain_environment
 from tests.launcher import Launcher
 from tests.warm import run_warm_script
 from zero_strategy.config import load_config
@@ -31,17 +33,17 @@ UPSTREAM = Path(__file__).with_name("upstream.py")
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch"]
 
 
-def launch(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """The launcher has its libraries loaded; the processes that it starts do not."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC"))}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    return run_warm_script(*LAUNCH, *arguments, cwd=folder, env=env, timeout=150)
+    return run_warm_script(*LAUNCH, *arguments, cwd=folder, env=plain_environment(), timeout=150)
 
 
 def test_a_script_of_accelerate_itself(tmp_path: Path) -> None:
-    done = launch(["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), "test_script", "2"], tmp_path)
-    assert "passed: test_script 2 2" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 0
+    """In the environment of a launch; tests/examples/test_frameworks.py launches with this file."""
+    words = ["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), "test_script", "2"]
+    both = as_processes_of_accelerate(words, tmp_path, plain_environment())
+    assert [done.returncode for done in both] == [0, 0], "".join(done.stdout + done.stderr for done in both)
+    assert "passed: test_script 2 2" in both[0].stdout, both[0].stdout + both[0].stderr
 
 
 @pytest.mark.parametrize(
@@ -74,10 +76,11 @@ def test_the_environment_names_the_config(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "zero.yaml").write_text("stage: 2\n")
     template = str(TEMPLATES / "one_node.yaml")
-    done = launch(
-        ["--config_file", template, "--num_processes", "2", "script.py"], tmp_path, ZERO_STRATEGY_CONFIG="zero.yaml"
-    )
-    assert done.stdout.count("processes 2 stage 2") == 2, done.stdout + done.stderr
+    env = plain_environment(ZERO_STRATEGY_CONFIG="zero.yaml")
+    for done in as_processes_of_accelerate(
+        ["--config_file", template, "--num_processes", "2", "script.py"], tmp_path, env
+    ):
+        assert done.returncode == 0 and done.stdout.count("processes 2 stage 2") == 1, done.stdout + done.stderr
 
 
 def test_two_nodes(tmp_path: Path) -> None:
