@@ -190,7 +190,7 @@ def test_flipped_bits_of_any_file_are_noticed(written, tmp_path, case):
     random, expected = np.random.default_rng(0), [loaded(tensor) for tensor in whole]
     for path in sorted(tag.iterdir()):
         content = path.read_bytes()
-        for place in random.integers(len(content), size=25):
+        for place in random.integers(len(content), size=13):
             changed = bytearray(content)
             changed[place] ^= 1 << int(random.integers(8))
             path.write_bytes(changed)

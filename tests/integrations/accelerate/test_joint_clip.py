@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -48,10 +49,15 @@ def train(stage: int | None, norm_type: float, steps: int, again: bool, **keywor
         return {"norms": norms, "exact": exact, "weights": [torch.cat(values)]}
 
 
+@functools.cache
+def plainly(ranks: Launcher, norm_type: float, steps: int, again: bool) -> dict[str, list[Any]]:
+    return ranks(2)(train, None, norm_type, steps, again)[0]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("norm_type", "steps", "again"), [(2.0, 1, False), (2.0, 2, True), (math.inf, 2, False)])
 def test_one_norm_over_two_models(ranks: Launcher, stage: int, norm_type: float, steps: int, again: bool) -> None:
-    plain = ranks(2)(train, None, norm_type, steps, again)[0]
+    plain = plainly(ranks, norm_type, steps, again)
     for ours in ranks(2)(train, stage, norm_type, steps, again):
         assert ours["norms"] == pytest.approx(plain["norms"], rel=2e-5) and len(ours["norms"]) == 4 * (1 + again)
         assert ours["norms"][:: 1 + again] == pytest.approx(ours["exact"], rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import threading
@@ -61,10 +62,15 @@ def interrupted(folder: str, stages: tuple[int, int], background: bool) -> Run:
         return job.finish(run)
 
 
+@functools.cache
+def undisturbed(ranks: Launcher, stage: int) -> Run:
+    return ranks(2)(train, stage)[0]
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resumed_training_is_the_same(ranks: Launcher, tmp_path: Path, stage: int, background: bool) -> None:
-    whole = ranks(2)(train, stage)[0]
+    whole = undisturbed(ranks, stage)
     resumed = ranks(2)(interrupted, str(tmp_path / "c"), (stage, stage), background)[0]
     assert resumed.rates == whole.rates
     assert difference(whole, resumed) == 0
@@ -72,7 +78,7 @@ def test_a_resumed_training_is_the_same(ranks: Launcher, tmp_path: Path, stage: 
 
 
 def test_another_stage_and_world_size(ranks: Launcher, tmp_path: Path) -> None:
-    whole = ranks(2)(train, 1)[0]
+    whole = undisturbed(ranks, 1)
     assert difference(whole, ranks(2)(interrupted, str(tmp_path / "c"), (1, 3), False)[0]) < 2e-6
     weights = load_file(tmp_path / "c" / "model.safetensors")
     found = ranks(3)(only_loaded, str(tmp_path / "c"))

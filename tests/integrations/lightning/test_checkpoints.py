@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from tests.launcher import Launcher
 CLOSE = 2e-6
 
 
+@functools.cache
 def plain(epochs: int, **flags: Any) -> dict[str, torch.Tensor]:
+    """Weights that one process trains; the same for several tests on a rank."""
     return train(Module(), None, max_epochs=epochs, **flags)
 
 
