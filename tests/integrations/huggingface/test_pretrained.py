@@ -82,11 +82,12 @@ CLASS = {
 }
 
 
+# Every stage on two ranks; on three, which divide nothing evenly, those that read slices of the weights.
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_same_bits(ranks: Launcher, tmp_path: Path, kind: str, world: int) -> None:
+@pytest.mark.parametrize(("world", "stages"), [(1, [2]), (2, [1, 2, 3]), (3, [2, 3])], ids=["1", "2", "3"])
+def test_the_same_bits(ranks: Launcher, tmp_path: Path, kind: str, world: int, stages: list[int]) -> None:
     path = saved(tmp_path, kind, max_shard_size="20KB" if world == 2 else "1GB")
-    for wrong in ranks(world, timeout=120)(compare, path, CLASS[kind], [1, 2, 3], {}):
+    for wrong in ranks(world, timeout=120)(compare, path, CLASS[kind], stages, {}):
         assert not wrong
 
 
