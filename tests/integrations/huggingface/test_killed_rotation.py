@@ -71,9 +71,18 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], list[str]]:
+    """What a run that nobody kills logs, and the checkpoints that it leaves."""
+    folder = tmp_path_factory.mktemp("whole")
+    return ranks(2, timeout=120)(train, str(folder), None)[0], names(folder)
+
+
 @pytest.mark.parametrize("files", [0, 3])
-def test_the_trainer(ranks: Launcher, tmp_path: Path, files: int) -> None:
-    expected = ranks(2, timeout=120)(train, str(tmp_path / "whole"), None)[0]
+def test_the_trainer(
+    ranks: Launcher, tmp_path: Path, files: int, undisturbed: tuple[list[dict[str, float]], list[str]]
+) -> None:
+    expected, kept = undisturbed
     folder = tmp_path / "cut"
     with pytest.raises(RankError) as caught:
         ranks(2, timeout=120)(train, str(folder), files)
@@ -84,12 +93,14 @@ def test_the_trainer(ranks: Launcher, tmp_path: Path, files: int) -> None:
         assert complete(folder / left)
     resumed = ranks(2, timeout=120)(train, str(folder), None, True)[0]
     assert difference(expected, resumed) < 1e-5
-    assert names(folder) == names(tmp_path / "whole") == ["checkpoint-6", "checkpoint-8"]
+    assert names(folder) == kept == ["checkpoint-6", "checkpoint-8"]
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from checkpoint-4")
-def test_a_kill_between_the_weights_and_the_trainer_s_own_files(ranks: Launcher, tmp_path: Path) -> None:
-    expected = ranks(2, timeout=120)(train, str(tmp_path / "whole"), None)[0]
+def test_a_kill_between_the_weights_and_the_trainer_s_own_files(
+    ranks: Launcher, tmp_path: Path, undisturbed: tuple[list[dict[str, float]], list[str]]
+) -> None:
+    expected, _ = undisturbed
     folder = tmp_path / "cut"
     with pytest.raises(RankError):
         ranks(2, timeout=120)(train_until_writing, str(folder), "checkpoint-6/trainer_state.json")

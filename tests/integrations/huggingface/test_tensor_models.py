@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def loop(stage: int | None, kind: str, tied: bool) -> tuple[float, float]:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
     engine.attach(optimizers[0])
     rank, copies, gaps = dist.get_rank(), dist.get_world_size() // 2, []
-    for step in range(10):
+    for step in range(6):
         batches = [collate(data("plain", 40)[2 * step + number : 2 * step + number + 1]) for number in range(copies)]
         loss = model(**batches[rank // 2]).loss
         loss.backward()
@@ -74,8 +75,10 @@ def loop(stage: int | None, kind: str, tied: bool) -> tuple[float, float]:
     return max(gaps), apart(state, dict(plain.state_dict()))
 
 
-@pytest.mark.parametrize("kind, tied", [("Llama", False), ("Qwen3", True)])
-@pytest.mark.parametrize("world, stage", [(2, 0), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    "world, stage, kind, tied",
+    [(2, 0, "Llama", False), (4, 2, "Qwen3", True), (4, 3, "Llama", False), (4, 3, "Qwen3", True)],
+)
 def test_the_plan_of_a_model(ranks: Launcher, world: int, stage: int, kind: str, tied: bool) -> None:
     for losses, weights in ranks(world, timeout=120)(loop, stage, kind, tied):
         assert losses < 2e-6 and weights < 2e-5
@@ -137,9 +140,10 @@ def test_tensor_model_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -
 @pytest.mark.parametrize("form, ulysses", [("packed", 2), ("padded", 1)])
 def test_sequences_of_divided_layers(ranks: Launcher, tmp_path: Path, form: str, ulysses: int) -> None:
     """Of four ranks two have each layer, and two each sequence; Llama has four heads, two of keys and values."""
-    theirs, weights = ranks(1, timeout=120)(trained, None, "llama", form, 0, str(tmp_path / "plain"))[0]
+    three = {"samples": 6}  # steps in each of two epochs
+    theirs, weights = ranks(1, timeout=120)(trained, None, "llama", form, 0, str(tmp_path / "plain"), **three)[0]
     mesh = {"tensor": 2, "sequence": 2, "ulysses": ulysses}
-    for ours, state in ranks(4, timeout=180)(trained, mesh, "llama", form, 3, str(tmp_path / "ours")):
+    for ours, state in ranks(4, timeout=180)(trained, mesh, "llama", form, 3, str(tmp_path / "ours"), **three):
         assert max(abs(a[n] - b[n]) for a, b in zip(ours, theirs, strict=True) for n in a) < 2e-5
         assert apart(state, weights) < 2e-5
 
@@ -174,9 +178,14 @@ def accelerated(way: str, folder: str) -> Any:
         return found
 
 
+@functools.cache
+def accelerated_plainly(ranks: Launcher, world: int) -> Any:
+    return ranks(world, timeout=120)(accelerated, "plain", "")[0]
+
+
 @pytest.mark.parametrize("way", ["settings", "tp", "tp + cp"])
 def test_tensor_model_loop_of_accelerate(ranks: Launcher, tmp_path: Path, way: str) -> None:
-    losses, weights = ranks(1 if way == "tp + cp" else 2, timeout=120)(accelerated, "plain", "")[0]
+    losses, weights = accelerated_plainly(ranks, 1 if way == "tp + cp" else 2)
     for ours, state in ranks(4, timeout=120)(accelerated, way, str(tmp_path)):
         assert max(abs(a - b) for a, b in zip(ours, losses, strict=True)) < 2e-5 and len(ours) >= 10
         assert apart(state, weights) < 2e-4  # Adam makes steps of rounding where gradients are near zero
@@ -199,7 +208,7 @@ def adapted(mesh: dict[str, int] | None, stage: int, folder: str) -> Any:
     """Logged figures; the adapter lies in the folder. Ranks draw it from random states of their own."""
     with fresh_state():
         arguments = TrainingArguments(
-            folder, per_device_train_batch_size=1, num_train_epochs=2, learning_rate=1e-2, optim="sgd",
+            folder, per_device_train_batch_size=1, max_steps=9, learning_rate=1e-2, optim="sgd",
             max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
         )  # fmt: skip
         model: Any = build("Qwen3")

@@ -29,7 +29,7 @@ from zero_strategy.config import UnitsConfig
 from zero_strategy.integrations.transformers import ZeroTrainer
 from zero_strategy.optim import MuonAdamW, split_matrices
 
-STAGES = {"gpt2": [1, 2, 3], "llama": [3], "bert": [2, 3], "t5": [1, 3]}
+STAGES = {"gpt2": [1, 2], "llama": [3], "bert": [2], "t5": [1, 3]}
 RELOAD = """
 import json, sys
 sys.modules["zero_strategy"] = None
@@ -196,13 +196,20 @@ def by_json(path: str, folder: str, **arguments: Any) -> Any:
         return history(trainer), trainer.accelerator.zero_config.stage
 
 
+SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def plain_with_schedule(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What transformers' own Trainer logs."""
+    return ranks(2, timeout=120)(run_plain, str(tmp_path_factory.mktemp("plain")), **SCHEDULE)[0][0]
+
+
 @pytest.mark.filterwarnings("ignore:keys without effect")
-def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path) -> None:
+def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path, plain_with_schedule: Any) -> None:
     path = str(Path(__file__).parents[2] / "config" / "data" / "hf_zero2.json")
-    schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    logged, stage = ranks(2, timeout=120)(by_json, path, str(tmp_path), **schedule)[0]
-    plain, _ = ranks(2, timeout=120)(run_plain, str(tmp_path), **schedule)[0]
-    assert stage == 2 and difference(plain, logged) < 1e-5
+    logged, stage = ranks(2, timeout=120)(by_json, path, str(tmp_path), **SCHEDULE)[0]
+    assert stage == 2 and difference(plain_with_schedule, logged) < 1e-5
     message = ranks(2, timeout=120)(by_json, path, str(tmp_path))[0]
     assert "scheduler is 'WarmupLR'" in message and "lr_scheduler_type" in message
     other = tmp_path / "ds.json"
@@ -213,14 +220,12 @@ def test_a_deepspeed_json_of_the_documentation(ranks: Launcher, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore:keys without effect")
 @pytest.mark.parametrize("name", ["hf_zero3", "hf_zero2_offload", "hf_zero3_offload", "hf_zero3_nvme"])
-def test_the_documentations_other_files(ranks: Launcher, tmp_path: Path, name: str) -> None:
+def test_the_documentations_other_files(ranks: Launcher, tmp_path: Path, name: str, plain_with_schedule: Any) -> None:
     text = (Path(__file__).parents[2] / "config" / "data" / f"{name}.json").read_text()
     path = tmp_path / "ds.json"
     path.write_text(text.replace("/local_nvme", str(tmp_path / "drive")))
-    schedule = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    logged, stage = ranks(2, timeout=120)(by_json, str(path), str(tmp_path), **schedule)[0]
-    plain, _ = ranks(2, timeout=120)(run_plain, str(tmp_path), **schedule)[0]
-    assert stage == int(name[7]) and difference(plain, logged) < 1e-5
+    logged, stage = ranks(2, timeout=120)(by_json, str(path), str(tmp_path), **SCHEDULE)[0]
+    assert stage == int(name[7]) and difference(plain_with_schedule, logged) < 1e-5
 
 
 def run_plain(folder: str, **arguments: Any) -> Any:
