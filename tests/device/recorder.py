@@ -313,15 +313,18 @@ class Recorder(TorchDispatchMode):
 
     def look(self) -> None:
         """See which memory has been given back since the last look."""
+        alive = torch.UntypedStorage._new_with_weak_ptr  # None if nobody holds it any more
         for key, memory in list(self._memories.items()):
             if not memory.accesses or memory.host:
                 continue
-            if memory.reference.expired() or not _bytes_of(memory.reference):
+            # This is asked for each memory after each operation: one call, not those of `_bytes_of` as well.
+            storage = alive(memory.reference.cdata)
+            if storage is None or not storage.nbytes():
                 for access in memory.accesses:
                     known = self._is_over(access, memory.stream) or self._is_over(access, HOST)
                     if not (known or access.stream in memory.kept):
                         self._tell(f"memory is given back to {memory.stream} while {access.stream} does {access.what}")
-                if memory.reference.expired():
+                if storage is None:
                     del self._memories[key]
                 else:
                     memory.accesses, memory.kept = [], set()
