@@ -29,9 +29,10 @@ from tests.reference import (
     unequal,
 )
 
-STEPS = 10
+STEPS = 6
+"""Two of them without a marked row (`make_batch`)."""
 STAGES = (0, 1, 2, 3)
-CLIP_NORMS: dict[Kind, dict[int, float]] = {"transformer": {1: 1.05, 2: 1.0, 3: 1.0}, "convnet": {1: 1.05, 3: 0.6}}
+CLIP_NORMS: dict[Kind, dict[int, float]] = {"transformer": {1: 1.45, 2: 1.0, 3: 1.0}, "convnet": {1: 1.5, 3: 0.6}}
 """By kind and accumulation: on two ranks, the gradient norms lie on both sides of it within STEPS."""
 
 
@@ -81,8 +82,14 @@ def check_exact(ranks: Launcher, world: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_and_order_equals_the_oracle(ranks: Launcher, kind: Kind, stage: int, order: Order) -> None:
-    """So all stages equal each other, for either setting of ``gradient_reduction``."""
-    check_exact(ranks, 2, [Case(kind, accumulation, clip, stage, order) for accumulation, clip in grid(kind)])
+    """So all stages equal each other, for either setting of ``gradient_reduction``.
+
+    Each is with both accumulations, and clips with one of them. By turns: any three of kind, stage, order, accumulation
+    and clipping meet in all their values.
+    """
+    turn = (KINDS.index(kind) + stage + ORDERS.index(order)) % 2
+    cases = [(1, None), (3, CLIP_NORMS[kind][3])] if turn else [(1, CLIP_NORMS[kind][1]), (3, None)]
+    check_exact(ranks, 2, [Case(kind, accumulation, clip, stage, order) for accumulation, clip in cases])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -98,7 +105,9 @@ def test_other_optimizers_equal_the_oracle(ranks: Launcher, stage: int, optimize
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_other_world_sizes_equal_the_oracle(ranks: Launcher, world: int) -> None:
-    check_exact(ranks, world, [Case("transformer", 2, CLIP_NORMS["transformer"][2], stage) for stage in STAGES])
+    """Three ranks divide unevenly; on four, a stage that gathers parameters and one that does not."""
+    stages = STAGES if world < 4 else (1, 3)
+    check_exact(ranks, world, [Case("transformer", 2, CLIP_NORMS["transformer"][2], stage) for stage in stages])
 
 
 @pytest.mark.parametrize(("kind", "world"), [("transformer", 2), ("convnet", 2), ("transformer", 4)])
