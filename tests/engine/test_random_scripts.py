@@ -92,8 +92,9 @@ def random_script(training: PlainTraining, seed: int, branches: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_scripts(ranks: Launcher, seed: int) -> None:
+    """Half of the settings with each script, by turns: a new script finds more than an old one with other settings."""
     script = partial(random_script, seed=seed, branches=False)
-    for wrong in ranks(2)(play, script, [*SETTINGS, KEPT], tolerance=2e-5):
+    for wrong in ranks(2)(play, script, [*SETTINGS, KEPT][seed % 2 :: 2], tolerance=2e-5):
         assert not wrong
 
 
@@ -101,7 +102,8 @@ def test_random_scripts(ranks: Launcher, seed: int) -> None:
 def test_random_scripts_with_branches_by_rank(ranks: Launcher, seed: int) -> None:
     settings = [setting for setting in SETTINGS if setting.stage < 3]
     settings += [Setting(2, "per_step"), Setting(1, "per_micro_batch")]
+    settings = settings[seed % 2 :: 2]  # one of the orders, by turns
     script = partial(random_script, seed=seed, branches=True)
-    for world in (2, 3) if seed % 4 == 0 else (2,):
+    for world in (2, 3) if seed % 3 == 1 else (2,):
         for wrong in ranks(world)(play, script, settings, tolerance=2e-5):
             assert not wrong, world
