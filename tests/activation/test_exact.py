@@ -22,9 +22,20 @@ MODES: dict[str, dict[str, Any]] = {
     "every_n": {"mode": "every_n", "every_n": 2},
 }
 ORDERS: tuple[Order, ...] = ("per_step", "per_step", "per_micro_batch", "per_micro_batch")
-SETTINGS = [
-    Setting(stage, ORDERS[stage], {"activation_checkpointing": mode}) for mode in MODES.values() for stage in range(4)
-]
+STAGES: dict[int, dict[str, tuple[int, ...]]] = {
+    1: {"full": (1, 3), "selective": (0, 3), "every_n": (2, 3)},
+    2: {"full": (0, 2, 3), "selective": (1, 2, 3), "every_n": (0, 1, 3)},
+}
+"""By number of ranks and mode. Stage 3, which gathers units to compute them again, with all; each other stage with each
+mode on one number of ranks, and on two ranks with two of them."""
+
+
+def settings(world: int) -> list[Setting]:
+    return [
+        Setting(stage, ORDERS[stage], {"activation_checkpointing": MODES[name]})
+        for name, stages in STAGES[world].items()
+        for stage in stages
+    ]
 
 
 def trains(training: PlainTraining, build: type[nn.Module], shape: tuple[int, ...], accumulate: bool = True) -> None:
@@ -61,13 +72,13 @@ NETS = [(Transformer, (2, 5, WIDTH)), (Strange, (4, WIDTH)), (Adapters, (2, 5, W
 
 @pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
 def test_checkpointing_one_rank(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
-    (wrong,) = ranks(1)(play, partial(trains, build=net, shape=shape), SETTINGS)
+    (wrong,) = ranks(1)(play, partial(trains, build=net, shape=shape), settings(1))
     assert not wrong
 
 
 @pytest.mark.parametrize("net, shape", NETS, ids=lambda value: getattr(value, "__name__", ""))
 def test_checkpointing_two_ranks(net: type[nn.Module], shape: tuple[int, ...], ranks: Launcher) -> None:
-    for wrong in ranks(2)(play, partial(trains, build=net, shape=shape), SETTINGS):
+    for wrong in ranks(2)(play, partial(trains, build=net, shape=shape), settings(2)):
         assert not wrong
 
 
