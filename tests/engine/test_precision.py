@@ -303,8 +303,7 @@ def hybrid(stage: int, dtype: torch.dtype | None, folder: str) -> dict[str, Any]
     }
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, torch.bfloat16), (3, None), (3, torch.bfloat16)])
 def test_hybrid_sharding_on_four_ranks(ranks: Launcher, stage: int, dtype: Any, tmp_path: Any) -> None:
     results = ranks(4)(hybrid, stage, dtype, str(tmp_path / "saved"))
     for found in results:
