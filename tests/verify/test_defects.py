@@ -12,7 +12,7 @@ from zero_strategy.verify import verify_here
 from zero_strategy.verify.compare import VerifyReport
 from zero_strategy.verify.subject import VerifySettings
 
-STEPS = 3
+STEPS = 2
 
 
 def with_defects(tolerance: float | None, names: list[str]) -> dict[str, VerifyReport]:
