@@ -20,7 +20,7 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp import param_bucket
 
-UNITS, STEPS = 6, 3
+UNITS, STEPS = 12, 3
 
 
 @pytest.fixture(autouse=True)
