@@ -27,7 +27,7 @@ def plain_environment(**variables: str) -> dict[str, str]:
 def as_processes_of_torchrun(
     words: list[str], count: int, folder: Path, env: Mapping[str, str], timeout: float = 150.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """What each process did that `torchrun --nproc-per-node COUNT WORDS` would start, by its rank.
+    """Results of the processes that `torchrun --nproc-per-node COUNT WORDS` would start, by rank.
 
     Args:
         words: The script, or `-m` and a module, and its arguments.

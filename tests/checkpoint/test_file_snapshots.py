@@ -61,7 +61,7 @@ def saved_while_training(folder: Path, tier: str, dtype: torch.dtype | None) -> 
 
 @functools.cache
 def undisturbed(stage: int, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What several tiers are compared with."""
+    """The run that several tiers are compared with."""
     engine, optimizer = make(stage, "adamw", dtype, {})
     train(engine, optimizer, range(7))
     return outcome(engine, optimizer)

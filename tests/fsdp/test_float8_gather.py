@@ -33,13 +33,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_bits_are_those_of_one_process(ranks: Launcher, world: int) -> None:
+def test_float8_gathers_have_the_bits_of_one_process(ranks: Launcher, world: int) -> None:
     settings = [Setting(3, "per_micro_batch", each) for each in SETTINGS.values()]
     for wrong in ranks(world)(play, partial(trained, name="tensorwise"), settings):
         assert not wrong
 
 
-def test_compiled_units(ranks: Launcher) -> None:
+def test_compiled_units_that_gather_in_float8(ranks: Launcher) -> None:
     script = partial(trained, name="tensorwise", compiled="aot_eager")
     for wrong in ranks(2, timeout=200)(play, script, [Setting(3, "per_micro_batch", FLOAT8)], tolerance=1e-7):
         assert not wrong
@@ -132,7 +132,7 @@ def test_bits_are_those_of_gathers_in_the_own_dtype(
         assert same and of_float8 < of_values
 
 
-def test_replicas(ranks: Launcher) -> None:
+def test_replicas_gather_in_float8(ranks: Launcher) -> None:
     for same, of_values, of_float8 in ranks(4)(both, {"mesh": {"replicate": 2}}, torch.bfloat16):
         assert same and of_float8 < of_values
 
@@ -172,14 +172,14 @@ def held(bucket: ParameterBucket) -> list[Tensor]:
     return [tensor for category, tensor in bucket.held() if category == "gather buffers"]
 
 
-def test_the_plan_is_the_ledger_to_the_byte(ranks: Launcher) -> None:
+def test_the_plan_of_float8_gathers_is_the_ledger(ranks: Launcher) -> None:
     for ledger, plan, measured, peak in ranks(2)(held_and_planned):
         assert ledger == plan
         assert measured == peak
 
 
 def ends() -> list[object]:
-    """What is left of it once a module is plain again, and a copy inside of a forward."""
+    """A copy inside of a forward, and the remains of gathers once a module is plain again."""
     model = float8_net(recipe("tensorwise"))
     engine = engine_of(model, {**FLOAT8, "reshard_after_forward": False})
     errors: list[str] = []
@@ -217,7 +217,7 @@ def test_nothing_of_it_is_left_of_a_closed_engine(ranks: Launcher) -> None:
         ({"stage": 3, "units": {"may_skip": True}}, r"units.may_skip is True"),
     ],
 )
-def test_what_has_no_place_for_it_is_named(changes: dict[str, Any], named: str) -> None:
+def test_what_has_no_place_for_float8_gathers_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"communication.parameters is 'float8', and {named}"):
         load_config(**FLOAT8, **changes)
 

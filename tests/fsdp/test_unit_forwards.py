@@ -359,7 +359,7 @@ CONTAINERS: list[Script] = [
 
 @pytest.mark.parametrize("script", CONTAINERS, ids=lambda script: script.__name__)
 def test_inputs_and_outputs_of_any_kind(ranks: Launcher, script: Script) -> None:
-    """Where units are hooked: at stage 2 for their gradients, at stage 3 for all; what is prefetched plays no part."""
+    """Stages at which units have hooks: 2 for their gradients, 3 for all; what is prefetched plays no part."""
     for wrong in ranks(2)(play, script, [SOME[1], STAGE_3[0], *STAGE_3[2:]]):
         assert not wrong
 

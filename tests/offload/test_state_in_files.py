@@ -195,7 +195,7 @@ def trained(stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict
 
 @functools.cache
 def in_memory(stage: int, optimizer: str, dtype: torch.dtype | None, steps: int) -> Any:
-    """What all tiers are compared with; once in each rank's process, which is one of always as many."""
+    """The run that all tiers are compared with; once in each rank's process, which is one of always as many."""
     return trained(stage, optimizer, dtype, {}, steps)
 
 

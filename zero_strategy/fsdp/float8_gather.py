@@ -5,11 +5,11 @@ largest absolute value. Here each rank casts its slice, by the scale of the whol
 the bytes of 16-bit values, and the bits that the layer would have made of the gathered values.
 
     master, slice (16 or 32 bits) --- largest values of all weights: one small message after a change ---> scales
-    slice --cast by the scale--> codes of the slice --all-gather--> codes of the unit --> `layer.weight` in its forward
+    slice --cast by the scale--> codes of the slice --all-gather--> codes of the unit --> layers' weights in a forward
 
 The parameters themselves stay released meanwhile. Who reads one (an export, a penalty on all parameters) is given its
-values, gathered in the dtype that they have, as with any released parameter; `layer.weight` is torchao's tensor while
-the codes are there, whose gradient is the parameter's.
+values, gathered in the dtype that they have, as with any released parameter. The layer's attribute is torchao's tensor
+while the codes are there, whose gradient is the parameter's.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class GatheredFloat8:
 
 
 def _cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As torchao casts: by the scale in fp32, and no further than the largest number of the dtype."""
+    """Cast as torchao does: by the scale in fp32, and no further than the largest number of the dtype."""
     most = torch.finfo(dtype).max
     return (values.float() * scale).clamp(-most, most).to(dtype)
 

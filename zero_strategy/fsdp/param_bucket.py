@@ -406,7 +406,7 @@ class ParameterBucket:
 
     @property
     def used(self) -> ParameterBucket | GatheredFloat8:
-        """What a forward or a backward uses: values that are there anyway, else codes where there are such."""
+        """The form that a forward or a backward uses: values that are there anyway, else codes where there are such."""
         return self if self.float8 is None or self.gathered else self.float8
 
     @without_grad

@@ -82,7 +82,7 @@ class Unit:
         return all(used.gathered or used.pending for used in self.used())
 
     def used(self) -> list[ParameterBucket | GatheredFloat8]:
-        """What a forward or a backward uses of each bucket."""
+        """The form of each bucket that a forward or a backward uses."""
         return [bucket.used for bucket in self.buckets]
 
     def start_use(self) -> None:

@@ -21,7 +21,7 @@ from tests.launched import as_processes_of_torchrun
 def as_processes_of_accelerate(
     words: list[str], folder: Path, env: Mapping[str, str], timeout: float = 150.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """What each process did that `accelerate launch WORDS` would start on this one node, by its rank.
+    """Results of the processes that `accelerate launch WORDS` would start on this one node, by rank.
 
     Args:
         words: Options of the launcher, the script and its arguments.

@@ -73,7 +73,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], list[str]]:
-    """What a run that nobody kills logs, and the checkpoints that it leaves."""
+    """The log of a run that nobody kills, and the checkpoints that it leaves."""
     folder = tmp_path_factory.mktemp("whole")
     return ranks(2, timeout=120)(train, str(folder), None)[0], names(folder)
 

@@ -54,7 +54,7 @@ def in_turn(stage: int | None, second: int | None, folder: str) -> tuple[list[An
 
 @pytest.fixture(scope="module")
 def plain_in_turn(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What transformers' own Trainers log."""
+    """The logs of transformers' own Trainers."""
     return ranks(2, timeout=120)(in_turn, None, None, str(tmp_path_factory.mktemp("plain")))[0][0]
 
 

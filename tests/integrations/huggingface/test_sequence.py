@@ -128,7 +128,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def theirs_of_llama(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the Trainer of transformers logs of plain samples, and its weights: of several tests."""
+    """The log of transformers' Trainer on plain samples, and its weights: of several tests."""
     return ranks(2, timeout=120)(trained, None, "llama", "plain", 0, str(tmp_path_factory.mktemp("plain")))[0]
 
 

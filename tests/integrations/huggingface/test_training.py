@@ -201,7 +201,7 @@ SCHEDULE: dict[str, Any] = {"lr_scheduler_type": "constant_with_warmup", "warmup
 
 @pytest.fixture(scope="module")
 def plain_with_schedule(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What transformers' own Trainer logs."""
+    """The log of transformers' own Trainer."""
     return ranks(2, timeout=120)(run_plain, str(tmp_path_factory.mktemp("plain")), **SCHEDULE)[0][0]
 
 
