@@ -243,3 +243,29 @@ def test_only_weights_that_one_layer_has_are_found() -> None:
     model.blocks[1].up.weight = model.blocks[0].up.weight  # tied: two layers, which cast it each for itself
     found = {id(layer) for layer in weights_cast_whole(model).values()}
     assert found == {id(model.blocks[0].down), id(model.blocks[1].down)}
+
+
+def bytes_of_gathers() -> list[tuple[int, int, int]]:
+    """Of each bucket of float8 weights: bytes sent by a gather of codes, of bf16 values, and the slice's elements."""
+    model = float8_net(recipe("tensorwise"))
+    engine = engine_of(model, FLOAT8, torch.bfloat16)
+    with torch.no_grad():
+        model(torch.ones(4, 6, dtype=torch.bfloat16))  # makes the scales
+    found = []
+    for bucket in engine.model.buckets:
+        if bucket.float8 is not None:
+            sent = []
+            for form in (bucket.float8, bucket):
+                engine.counters.reset()
+                form.start_unshard()
+                form.finish_unshard()
+                form.release()
+                sent.append(engine.counters.bytes["all_gather"])
+            found.append((*sent, bucket.layout.slice_numel))
+    return found
+
+
+def test_a_gather_in_float8_is_a_byte_for_each_element(ranks: Launcher) -> None:
+    for found in ranks(2)(bytes_of_gathers):
+        assert found == [(numel, 2 * numel, numel) for *_, numel in found]
+        assert sum(numel for *_, numel in found) == 2 * 2 * 16 * 32 // 2, "the weights of two blocks, divided"
