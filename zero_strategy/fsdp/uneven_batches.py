@@ -99,7 +99,7 @@ class SharedEvaluation:
             while (number := max(self.exchange(_NOTHING))) >= 0:
                 done.append(min(number, step.above))
                 if number < step.above:  # else ranks with a batch agree on something
-                    unsharder.units[number].gather_for_use()
+                    unsharder.units[number].gather()
                     unsharder.units[number].release()
             self._plan = done
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_strategy.fsdp.float8_gather import GatheredFloat8
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.module_hooks import (
@@ -78,48 +77,19 @@ class Unit:
 
     @property
     def under_way(self) -> bool:
-        """True if all that a forward uses is there, or on its way."""
-        return all(used.gathered or used.pending for used in self.used())
-
-    def used(self) -> list[ParameterBucket | GatheredFloat8]:
-        """The form of each bucket that a forward or a backward uses."""
-        return [bucket.used for bucket in self.buckets]
-
-    def start_use(self) -> None:
-        """Begin to gather what a forward or a backward uses; returns at once."""
-        for used in self.used():
-            used.start_unshard()
-
-    def gather_for_use(self) -> None:
-        """Gather it, and wait until it can be used."""
-        self.start_use()
-        for used in self.used():
-            used.finish_unshard()
+        """True if all parameters are whole, or on their way."""
+        return all(bucket.gathered or bucket.pending for bucket in self.buckets)
 
     def start_unshard(self) -> None:
-        """Begin to gather the parameters' values; returns at once."""
+        """Begin to gather; returns at once."""
         for bucket in self.buckets:
             bucket.start_unshard()
 
     def gather(self) -> None:
-        """Gather, and wait until the parameters are whole."""
+        """Gather, and wait until the parameters can be used."""
         self.start_unshard()
         for bucket in self.buckets:
             bucket.finish_unshard()
-
-    @property
-    def lacks_values(self) -> bool:
-        """True if parameters are in float8 where a forward uses them, and their values are not there."""
-        return any(bucket.float8 is not None and not bucket.gathered for bucket in self.buckets)
-
-    @property
-    def has_values(self) -> bool:
-        """True if there are values where a forward would use float8."""
-        return any(bucket.float8 is not None and bucket.gathered for bucket in self.buckets)
-
-    def shows(self, value: object) -> bool:
-        """True for what a layer has as its weight while it is gathered in float8."""
-        return any(bucket.float8 is not None and bucket.float8.is_shown(value) for bucket in self.buckets)
 
     def release(self) -> None:
         """Free all but the own slices of what is not kept, unless somebody still uses them."""
@@ -127,8 +97,6 @@ class Unit:
             for bucket in self.buckets:
                 if not bucket.kept:
                     bucket.release()
-                if bucket.float8 is not None:
-                    bucket.float8.release()
 
     def keep(self) -> None:
         """Stay whole until let go."""
@@ -237,9 +205,7 @@ class Unsharder:
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
             self.use(unit)
-            # Graphs of a transform do not show when a unit's backward begins. A graph of values that somebody else has
-            # gathered would find codes in its backward, where the forward of a unit had values.
-            if in_transform() or unit.has_values:
+            if in_transform():  # whose graphs do not show when a unit's backward begins
                 self._hold(unit)
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
@@ -278,7 +244,7 @@ class Unsharder:
                 )
             # Before `gather`, which would begin it without counting it or telling others.
             self._launch(unit)
-            unit.gather_for_use()
+            unit.gather()
             if not self.reshard_after_backward and torch.is_grad_enabled() and self._announce is None:
                 unit.keep()  # not where ranks that only follow hold nothing
             if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
@@ -299,7 +265,7 @@ class Unsharder:
                 self._announce(number)
             if self.launched is not None:
                 self.launched.append(number)
-            unit.start_use()
+            unit.start_unshard()
 
     def fetch_ahead(self, units: Iterable[Unit]) -> None:
         """Start on units that will be used soon, on all ranks alike."""
@@ -336,22 +302,10 @@ class Unsharder:
             if self.skipped is not None:
                 self.skipped.before_other(unit)
             self.use(unit)
-            if unit.lacks_values:
-                self._gather_values(unit)
         # Perhaps nothing else in this backward asks for its end, at which what is held is released.
         if backward:
             self._queue_end()
         return True
-
-    def _gather_values(self, unit: Unit) -> None:
-        """Gather what is read in another precision than a forward uses."""
-        if self._announce is not None:
-            raise RuntimeError(
-                f"parameters of unit {unit.name or 'root'!r} are read outside of their layers in a step for which some "
-                "ranks have no batch: these take part in gathers of float8 alone. Set communication.parameters to "
-                "'values', or give all ranks the same number of batches"
-            )
-        unit.gather()
 
     def _hold(self, unit: Unit) -> None:
         """Keep a unit whole for a backward that may follow, or to the end of a forward after which there is none."""
@@ -457,8 +411,6 @@ class Unsharder:
             unit = self._unit_of[id(bucket)]
             if bucket.pending:
                 bucket.finish_unshard()  # what is sent of it may be what is about to change
-            if bucket.float8 is not None:
-                bucket.float8.invalidate()
             for watch in bucket.watches:
                 watch.invalidate_unsharded()
             if bucket.kept:
@@ -629,9 +581,7 @@ class _ForwardHook(EphemeralHook):
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
                     continue
                 # A result of an earlier forward that is still there has its hook.
-                if not isinstance(value, Tensor) or value.grad_fn is None or value in self._left:
-                    continue
-                if not self.unit.shows(value):
+                if isinstance(value, Tensor) and value.grad_fn is not None and value not in self._left:
                     self._left[value] = True
                     yield value
 

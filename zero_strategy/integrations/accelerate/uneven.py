@@ -295,7 +295,7 @@ class UnevenTraining:
             number, index = announced.where
             unsharder = self._models[number].unsharder
             assert unsharder is not None
-            unsharder.units[index].gather_for_use()
+            unsharder.units[index].gather()
             unsharder.units[index].release()
         elif announced.what == "gradients":
             for model, shown in zip(self._models, announced.value, strict=True):
