@@ -32,7 +32,7 @@ def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh = nbformat.read(NOTEBOOK, as_version=4)
     for cell in fresh.cells:
         cell.pop("outputs", None)
-    NotebookClient(fresh, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     found, kept = losses(printed(fresh)), losses(printed(stored))
     assert len(found) == len(kept) == 4 and found[-1] < found[0] < 0.5
     assert "manifest.json model.safetensors" in printed(fresh)
