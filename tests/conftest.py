@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is loaded, here and in the server from which the ranks are forked.
+# Before torch is loaded, here and in the server of which ranks are descendants.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Native ops are built once for this checkout, and leave the user's own cache alone.
 os.environ.setdefault("ZERO_STRATEGY_CACHE", str(Path(__file__).resolve().parent.parent / ".ops_cache"))

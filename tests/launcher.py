@@ -1,7 +1,7 @@
 """Pools of gloo ranks: processes that stand in for a cluster, started once and reused by many tests.
 
-    test process                         rank processes (forks of one that has loaded what the test process has)
-    ------------                         -----------------------------------------------------------------------
+    test process                         rank processes (forks of one that has the libraries and the package loaded)
+    ------------                         ---------------------------------------------------------------------------
     run = ranks(2)
     run(function, *args)  -- pipe -->    init_process_group(gloo) under a name of this run
                                          function(*args)
@@ -302,9 +302,8 @@ def _serve_template(orders: Connection, modules: list[str]) -> None:
             orders.send(process.pid)
         else:
             pid, seconds = order
-            if pid in started:
-                started[pid].join(seconds)
-            orders.send(started[pid].exitcode if pid in started else None)
+            started[pid].join(seconds)
+            orders.send(started[pid].exitcode)
 
 
 # ---------------------------------------------------------------------------------- the test process's side
@@ -318,7 +317,7 @@ def fork_server() -> ForkServerContext:
 
 
 class _Template:
-    """The process of which all ranks of this test process are forks, so that none of them loads anything itself."""
+    """The process of which all ranks of this test process are forks: they load their tests' modules and no others."""
 
     def __init__(self) -> None:
         context = fork_server()

@@ -139,7 +139,7 @@ follow_imports = "skip"
 module = ["zero_strategy.*"]
 follow_imports = "silent"
 """
-"""What names of this package are needs none of the libraries, which take a minute; `make lint` checks with them."""
+"""For mypy: names of this package need none of the libraries, which take a minute. `make lint` checks with them."""
 
 
 def test_type_checkers_see_what_names_are(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
-"""`python -c CODE`, `python SCRIPT` and `python -m MODULE` without the seconds that imports take.
+"""`python -c CODE`, `python SCRIPT`, `python -m MODULE`, and ranks of torchrun, without the seconds of imports.
 
 They run in a fork of the server that has torch and the frameworks of others loaded; this package they load themselves,
 if it can be imported. What they start is a process as any other. Not for what happens while a process starts or ends:
-code registered with `atexit` does not run.
+code registered with `atexit` does not run. Ranks have the variables that torchrun would set; the launcher itself is run
+by the tests that are about it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import types
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,3 +81,38 @@ def run_warm(
             process.join()
         texts = ((out / name).read_text() if (out / name).exists() else "" for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess([code, *arguments], process.exitcode or 0, *texts)
+
+
+_LAUNCHERS = ("ACCELERATE_", "PL_", "TORCHELASTIC")
+
+
+def plain_environment(**variables: str) -> dict[str, str]:
+    """This process's environment without what a launcher has left in it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return env | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+
+
+def run_warm_ranks(
+    *words: str, count: int, cwd: Path, env: Mapping[str, str], timeout: float = 150.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """`torchrun --nproc-per-node COUNT WORDS`, by rank; see `run_warm_script`.
+
+    Args:
+        words: The script, or `-m` and a module, and its arguments.
+        count: Processes on this one node.
+        cwd: The directory they run in.
+        env: The launcher's whole environment; with MASTER_PORT in it that one is taken, else a free one.
+        timeout: Seconds until a process is killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_PORT": port, **env, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+
+    def one(rank: int) -> subprocess.CompletedProcess[str]:
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_warm_script(*words, cwd=cwd, env=own, timeout=timeout)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))

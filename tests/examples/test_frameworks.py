@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.accelerate.launched import as_processes_of_accelerate
 from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.accelerate.warm_launch import run_warm_launch
 from tests.integrations.lightning.trainers import join
-from tests.launched import plain_environment
 from tests.launcher import Launcher
-from tests.warm import run_warm_script
+from tests.warm import plain_environment, run_warm_script
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch"]
@@ -131,7 +130,7 @@ def test_frameworks_as_a_command(words: list[str], last: str, tmp_path: Path) ->
     """
     words, env = [*words, str(tmp_path / "run")], plain_environment()
     if words[0] == TWO[0]:
-        processes = as_processes_of_accelerate(words, ROOT, env, timeout=200)
+        processes = run_warm_launch(*words, cwd=ROOT, env=env, timeout=200)
     else:
         processes = [run_warm_script(*words, cwd=ROOT, env=env, timeout=200)]
     for done in processes:

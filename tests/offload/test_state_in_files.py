@@ -185,7 +185,7 @@ STEPS = 5
 """In the second and the last all parameters are used; in those between, one has state and no gradient."""
 
 
-def trained(stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict[str, Any], steps: int) -> Any:
+def trained(offload: dict[str, Any], stage: int, optimizer: str, dtype: torch.dtype | None, steps: int) -> Any:
     engine, made = make(stage, optimizer, dtype, offload)
     losses = train(engine, made, range(steps))
     found = outcome(engine, made) | {"losses": losses}
@@ -194,16 +194,20 @@ def trained(stage: int, optimizer: str, dtype: torch.dtype | None, offload: dict
 
 
 @functools.cache
-def in_memory(stage: int, optimizer: str, dtype: torch.dtype | None, steps: int) -> Any:
+def in_memory(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """The run that all tiers are compared with; once in each rank's process, which is one of always as many."""
-    return trained(stage, optimizer, dtype, {}, steps)
+    return run({}, *arguments)
+
+
+def unlike_memory(run: Callable[..., dict[str, Any]], folder: Path, tier: str, *arguments: Any) -> list[str]:
+    """Differences between a run in a tier and the same in memory."""
+    return unequal(run(tiers(folder)[tier], *arguments), in_memory(run, *arguments))
 
 
 def compare(
     stage: int, optimizer: str, dtype: torch.dtype | None, folder: Path, tier: str = "nvme", steps: int = STEPS
 ) -> list[str]:
-    expected = in_memory(stage, optimizer, dtype, steps)
-    return unequal(trained(stage, optimizer, dtype, tiers(folder)[tier], steps), expected)
+    return unlike_memory(trained, folder, tier, stage, optimizer, dtype, steps)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -309,7 +313,8 @@ def test_checkpoints_know_no_tiers(ranks: Launcher, tmp_path: Path, source: str,
         assert wrong == []
 
 
-def edited(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
+def edited(offload: dict[str, Any], stage: int) -> dict[str, Any]:
+    """Training between edits of weights, states and whole modules."""
     engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
     train(engine, optimizer, range(2))
     for p in (engine.module.first.weight, engine.module.norm.bias, engine.module.scale):
@@ -331,22 +336,13 @@ def edited(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def edited_in_memory(stage: int) -> dict[str, Any]:
-    return edited(stage, {})
-
-
-def edits(folder: Path, stage: int, tier: str) -> list[str]:
-    return unequal(edited(stage, tiers(folder)[tier]), edited_in_memory(stage))
-
-
 @pytest.mark.parametrize("stage, tier", [(2, "nvme"), (3, "all"), (3, "half, all"), (3, "resident")])
 def test_edits_reach_the_files(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
-    for wrong in ranks(2)(edits, tmp_path, stage, tier):
+    for wrong in ranks(2)(unlike_memory, edited, tmp_path, tier, stage):
         assert wrong == []
 
 
-def with_gradients(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
+def with_gradients(offload: dict[str, Any], stage: int) -> dict[str, Any]:
     """All that is done to gradients between a backward and a step."""
     engine, optimizer = make(stage, "adamw", torch.bfloat16, offload)
     net, found = engine.module, dict[str, Any]()
@@ -378,21 +374,12 @@ def with_gradients(stage: int, offload: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-@functools.cache
-def with_gradients_in_memory(stage: int) -> dict[str, Any]:
-    return with_gradients(stage, {})
-
-
-def gradients(folder: Path, stage: int, tier: str) -> list[str]:
-    return unequal(with_gradients(stage, tiers(folder)[tier]), with_gradients_in_memory(stage))
-
-
 GRADIENTS = [(2, "nvme"), (3, "all"), (2, "gradients in memory"), (3, "gradients in files"), (3, "resident")]
 
 
 @pytest.mark.parametrize("stage, tier", GRADIENTS)
 def test_gradients_in_tiers_take_all_that_others_do(ranks: Launcher, tmp_path: Path, stage: int, tier: str) -> None:
-    for wrong in ranks(2)(gradients, tmp_path, stage, tier):
+    for wrong in ranks(2)(unlike_memory, with_gradients, tmp_path, tier, stage):
         assert wrong == []
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import zero_strategy
 from tests.compat.scripts import old_script, plain
-from tests.launched import as_processes_of_torchrun, plain_environment
 from tests.launcher import Launcher
+from tests.warm import plain_environment, run_warm_ranks
 from zero_strategy.compat.deepspeed.scripts.engine import ScriptEngine
 
 STEPS, MICRO, ACCUMULATION, CLIP = 3, 2, 2, 0.5
@@ -97,7 +97,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     arguments = ["--deepspeed", "--deepspeed_config", write(str(tmp_path), 3, False), "--steps", "4"]
     env = plain_environment(CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(root))
     words = ["-m", "tests.compat.scripts.old_script", *arguments]
-    first, second = as_processes_of_torchrun(words, 2, root, env)
+    first, second = run_warm_ranks(*words, count=2, cwd=root, env=env)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     printed = re.search(r"result: \[(.*)\]", first.stdout + second.stdout)
     assert printed is not None, first.stdout + first.stderr

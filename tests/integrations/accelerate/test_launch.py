@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
-from tests.integrations.accelerate.launched import as_processes_of_accelerate
 from tests.integrations.accelerate.upstream import run_here
-from tests.launched import plain_environment
+from tests.integrations.accelerate.warm_launch import run_warm_launch
 from tests.launcher import Launcher
-from tests.warm import run_warm_script
+from tests.warm import plain_environment, run_warm_script
 from zero_strategy.config import load_config
 from zero_strategy.integrations.accelerate.launch import (
     asked_parallelism,
@@ -41,7 +40,7 @@ def launch(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
 def test_a_script_of_accelerate_itself(tmp_path: Path) -> None:
     """In the environment of a launch; tests/examples/test_frameworks.py launches with this file."""
     words = ["--config_file", str(TEMPLATES / "cpu2.yaml"), str(UPSTREAM), "test_script", "2"]
-    both = as_processes_of_accelerate(words, tmp_path, plain_environment())
+    both = run_warm_launch(*words, cwd=tmp_path, env=plain_environment())
     assert [done.returncode for done in both] == [0, 0], "".join(done.stdout + done.stderr for done in both)
     assert "passed: test_script 2 2" in both[0].stdout, both[0].stdout + both[0].stderr
 
@@ -77,9 +76,8 @@ def test_the_environment_names_the_config(tmp_path: Path) -> None:
     (tmp_path / "zero.yaml").write_text("stage: 2\n")
     template = str(TEMPLATES / "one_node.yaml")
     env = plain_environment(ZERO_STRATEGY_CONFIG="zero.yaml")
-    for done in as_processes_of_accelerate(
-        ["--config_file", template, "--num_processes", "2", "script.py"], tmp_path, env
-    ):
+    words = ["--config_file", template, "--num_processes", "2", "script.py"]
+    for done in run_warm_launch(*words, cwd=tmp_path, env=env):
         assert done.returncode == 0 and done.stdout.count("processes 2 stage 2") == 1, done.stdout + done.stderr
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from tests.integrations.accelerate.launched import as_processes_of_accelerate
-from tests.launched import plain_environment
-from tests.warm import run_warm_script
+from tests.integrations.accelerate.warm_launch import run_warm_launch
+from tests.warm import plain_environment, run_warm_script
 from zero_strategy.cli import main
 from zero_strategy.cli.config import launch_file
 
@@ -49,7 +48,7 @@ def test_a_written_file_starts_its_processes(count, tmp_path, capsys):
     if count == 1:  # by the launcher, whose libraries are loaded; those of the process that it starts are not
         done = [run_warm_script("-m", "accelerate.commands.accelerate_cli", "launch", *words, cwd=tmp_path)]
     else:
-        done = as_processes_of_accelerate(words, tmp_path, plain_environment())
+        done = run_warm_launch(*words, cwd=tmp_path, env=plain_environment())
     assert all(each.returncode == 0 for each in done), "".join(each.stderr for each in done)
     assert sorted(path.name for path in tmp_path.glob("rank*")) == [f"rank{rank}of{count}" for rank in range(count)]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.warm import run_warm_script
+from tests.warm import plain_environment, run_warm_script
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -17,9 +16,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 def start(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`python WORDS FOLDER`, run to the end; what it starts has to load all libraries, only itself it has not."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "TORCHELASTIC"))}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return run_warm_script(*words, str(folder), cwd=folder, env=env, timeout=300)
+    return run_warm_script(*words, str(folder), cwd=folder, env=plain_environment(), timeout=300)
 
 
 @pytest.mark.parametrize("launcher", ["subprocess", "torchrun"])

@@ -15,24 +15,24 @@ from unittest.mock import patch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from tests.launched import as_processes_of_torchrun
+from tests.warm import run_warm_ranks
 
 
-def as_processes_of_accelerate(
-    words: list[str], folder: Path, env: Mapping[str, str], timeout: float = 150.0
+def run_warm_launch(
+    *words: str, cwd: Path, env: Mapping[str, str], timeout: float = 150.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Results of the processes that `accelerate launch WORDS` would start on this one node, by rank.
+    """`accelerate launch WORDS` on this one node, by rank; see `run_warm_ranks`.
 
     Args:
         words: Options of the launcher, the script and its arguments.
-        folder: The directory it runs in.
+        cwd: The directory it runs in.
         env: The launcher's whole environment.
         timeout: Seconds until a process is killed.
     """
     with patch.dict(os.environ, dict(env), clear=True):
-        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(list(words)))
         assert args.multi_gpu and not args.cpu, "by torchrun, which is what is imitated here"
         made = prepare_multi_gpu_env(args)
-    script = [args.training_script, *args.training_script_args]
     made["MASTER_PORT"] = str(args.master_port)
-    return as_processes_of_torchrun(script, int(args.nproc_per_node), folder, made, timeout)
+    script = [args.training_script, *args.training_script_args]
+    return run_warm_ranks(*script, count=int(args.nproc_per_node), cwd=cwd, env=made, timeout=timeout)
