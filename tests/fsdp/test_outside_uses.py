@@ -44,6 +44,52 @@ def test_a_penalty_on_gathered_parameters_is_exact_at_every_stage(ranks: Launche
         assert not wrong
 
 
+class TwoLosses(nn.Module):
+    """Its forward uses weights beside their units: a penalty and layers, which are parts of both losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, extra = self.net(x), 0.01 * penalty(self.net.blocks)
+        last = self.net.blocks[-1]
+        extra = extra + last.down(torch.tanh(last.up(x))).mean()
+        return loss_of(out) + extra, out.mean() * extra
+
+
+def train_with_several_backwards(training: PlainTraining) -> None:
+    """Backwards of two losses of one forward, of two forwards in turn, and across a step on other weights."""
+    model, other = TwoLosses(), nn.Linear(6, 6)
+    with torch.no_grad():
+        other.weight.fill_(0.1), other.bias.zero_()
+    training.shard(nn.ModuleList([model, other]))
+    training.attach(*(torch.optim.SGD(part.parameters(), lr=0.05) for part in (model, other)))
+    for step in range(3):
+        with training.scope():
+            one, two = model(training.data(3 * step, 2, 6))
+            third, _ = model(training.data(3 * step + 1, 2, 6))
+        training.backward(one, retain_graph=True)
+        training.backward(two)
+        with training.scope():
+            loss = loss_of(other(training.data(3 * step + 2, 2, 6)))
+        training.backward(loss)
+        training.step(training.optimizers[1])
+        training.zero_grad(training.optimizers[1])
+        training.backward(third)
+        training.note(one, two, third, loss)
+        training.step(training.optimizers[0])
+        training.zero_grad()
+    if isinstance(training, ShardedTraining) and training.own.stage == 3:
+        assert not any(bucket.gathered for unit in training.own.model.units for bucket in unit.buckets)
+
+
+def test_what_a_forward_has_read_serves_every_backward(ranks: Launcher) -> None:
+    staying = Setting(3, "per_micro_batch", {"reshard_after_forward": False})
+    for wrong in ranks(2)(play, train_with_several_backwards, [STAGE_3, staying, DEFAULTS[2]], tolerance=1e-6):
+        assert not wrong
+
+
 def complaints() -> list[str]:
     """Errors of losses that read released parameters outside of a forward."""
     training = ShardedTraining(STAGE_3)

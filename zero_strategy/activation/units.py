@@ -27,7 +27,8 @@ from zero_strategy.activation.products import selective_contexts
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.unshard import Unit, Unsharder
+from zero_strategy.fsdp.unit import Unit
+from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.runtime.torch_private import buffers_of, uncompiled, version_of
 from zero_strategy.sequence.tiling import PlainForward
 

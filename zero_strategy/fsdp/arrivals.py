@@ -9,7 +9,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from zero_strategy.fsdp.unshard import Unit, owners
+from zero_strategy.fsdp.unit import Unit
+from zero_strategy.fsdp.unshard import owners
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import compiled_frames
 

@@ -37,8 +37,8 @@ class GatheredParameters:
             for changes that torch counts (not those through `p.data`).
 
     What is computed in a forward (a module's, Lightning's `training_step`, `engine.forward_scope()`) with gradients
-    enabled may need the values again in backward: the parameters then stay whole until the next backward, or the next
-    optimizer step, is over.
+    enabled may need the values again in backward, and in another one: the parameters then stay whole until an
+    optimizer's step changes them.
 
     The name and arguments are DeepSpeed's `zero.GatheredParameters`.
     """
@@ -81,7 +81,7 @@ class GatheredParameters:
                 # The root comes first, and its forward is around all others.
                 in_forward = model.unsharder is not None and model.unsharder.units[0].depth > 0
                 used = in_forward and torch.is_grad_enabled() and self._modifier_rank is None
-                buckets = entered.enter_context(model.gathered(self._parameters, until_backward=used))
+                buckets = entered.enter_context(model.gathered(self._parameters, until_step=used))
                 if self._modifier_rank is None:
                     entered.enter_context(_no_edits(model, buckets, in_forward=used))
                 else:

@@ -17,7 +17,8 @@ from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.layout import Placement
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MovedStates
-from zero_strategy.fsdp.unshard import Unit, owners, released_message
+from zero_strategy.fsdp.unit import Unit
+from zero_strategy.fsdp.unshard import owners, released_message
 from zero_strategy.runtime.module_hooks import EphemeralHook, InertHook
 from zero_strategy.runtime.torch_private import put_back_map_tensors, replace_map_tensors
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -317,6 +317,7 @@ class _Grouped(Protocol):
 
 
 P = TypeVar("P", bound=_Grouped)
+K = TypeVar("K", bound=Hashable)
 
 
 def group_parameters(
@@ -325,9 +326,9 @@ def group_parameters(
     device: torch.device | None = None,
     *,
     everything: bool = False,
-    apart: Callable[[str, P], bool] = lambda name, parameter: False,
+    apart: Callable[[str, P], K],
     kept: Callable[[P], bool] = keeps_dtype,
-) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, P]]]]:
+) -> list[tuple[torch.dtype, K, Sequence[tuple[str, P]]]]:
     """Divide the parameters of one unit into buckets.
 
     Args:
@@ -335,14 +336,13 @@ def group_parameters(
         compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
         device: Where those on the meta device become real.
         everything: All are moved there.
-        apart: Says which share no bucket with the others.
+        apart: A kind of each; those of different kinds share no bucket.
         kept: Says which keep their dtype.
 
     Returns:
-        By bucket, in the order of first parameters: the dtype that its parameters take, whether it is one of those
-        apart, and its parameters.
+        By bucket, in the order of first parameters: the dtype that its parameters take, their kind, and they.
     """
-    keys: dict[tuple[torch.dtype, bool, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
+    keys: dict[tuple[torch.dtype, K, torch.dtype, torch.device, bool], list[tuple[str, P]]] = {}
     for name, parameter in parameters:
         target = parameter.dtype
         if compute_dtype is not None and parameter.dtype.is_floating_point and not kept(parameter):
@@ -352,7 +352,7 @@ def group_parameters(
         # Also by the dtype that they have: a bucket takes the present values over in one buffer of it.
         key = (target, apart(name, parameter), parameter.dtype, place, parameter.requires_grad)
         keys.setdefault(key, []).append((name, parameter))
-    return [(dtype, separate, named) for (dtype, separate, *_), named in keys.items()]
+    return [(dtype, kind, named) for (dtype, kind, *_), named in keys.items()]
 
 
 def gradient_dtypes(dtype: torch.dtype, precision: PrecisionConfig) -> tuple[torch.dtype, torch.dtype]:

@@ -27,6 +27,7 @@ from zero_strategy.fsdp.arrivals import Arrivals
 from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, like, part_of, recast, tensor_ranks
+from zero_strategy.fsdp.float8_gather import gather_in_float8
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
@@ -49,10 +50,11 @@ from zero_strategy.fsdp.reduction_plan import SideStream, Watcher
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.skipped_layers import SkippedLayers
 from zero_strategy.fsdp.state_bits import block_of
-from zero_strategy.fsdp.unshard import Unit, Unsharder
+from zero_strategy.fsdp.unit import Unit
+from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
-from zero_strategy.quantized.float8 import check_own_values
+from zero_strategy.quantized.float8 import check_own_values, weights_cast_whole
 from zero_strategy.quantized.scales import QuantisedLayers, attach_scales, detach_scales
 from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
@@ -308,6 +310,8 @@ class ShardedModel:
         if device is not None:
             move_buffers(module, device)
 
+        self._float8_layers = self._find_float8_layers()
+
         # Units: room in tiers for all of them at once, so that a full disk is told before any is built; then one after
         # the other, so that no more than one is whole at a time.
         self._turns = {spec.name: number for number, spec in enumerate(specs)}
@@ -321,6 +325,7 @@ class ShardedModel:
         self._share_buffers()
         self._tell_padding()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        gather_in_float8(self.buckets, self._float8_layers, mesh.gather)
         self._places = {
             id(parameter): (bucket, index)
             for bucket in self.buckets
@@ -476,12 +481,14 @@ class ShardedModel:
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, nn.Parameter]]]]:
         """Parameters of a unit that share a bucket, their dtype, and whether each stays whole."""
 
-        def apart(name: str, parameter: nn.Parameter) -> bool:
-            return lies_apart(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
+        def apart(name: str, parameter: nn.Parameter) -> tuple[bool, bool]:
+            of_steps = lies_apart(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
+            return of_steps, id(parameter) in self._float8_layers
 
         named = spec.parameters
         found = group_parameters(named, self.compute_dtype, self.device, everything=self._moves, apart=apart)
-        return [(dtype, whole and bool(self.config.matrix_optimizers), members) for dtype, whole, members in found]
+        packs = bool(self.config.matrix_optimizers)
+        return [(dtype, of_steps and packs, members) for dtype, (of_steps, _), members in found]
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights, master weights and gradients, before anything is built.
@@ -547,6 +554,20 @@ class ShardedModel:
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
         return unit
+
+    def _find_float8_layers(self) -> dict[int, nn.Module]:
+        """Layers whose weights are gathered in float8, by `id` of the weight."""
+        if self.config.communication.parameters != "float8":
+            return {}
+        found = weights_cast_whole(self.module)
+        if not found and self.mesh.world_group.rank == 0:
+            warnings.warn(
+                f"communication.parameters is 'float8', and no layer of {type(self.module).__name__} casts its weight "
+                "by one scale: all parameters are gathered in the dtype that they have. Convert linear layers with "
+                "torchao's recipe 'tensorwise' before the module is sharded",
+                stacklevel=4,
+            )
+        return found if self.placement.shard_parameters and not self.placement.in_place else {}
 
     def _tell_padding(self) -> None:
         """Warn where matrices that stay whole divide badly into slices."""
@@ -694,6 +715,7 @@ class ShardedModel:
         """
         if self.unsharder is not None:
             # First: what nobody uses need not be brought up to date.
+            self.unsharder.forget_frozen()
             self.unsharder.release_unused()
             others = set() if changed is None else {id(b) for b in self.buckets if b.kept} - set(map(id, changed))
             for bucket in self.buckets:
@@ -702,11 +724,11 @@ class ShardedModel:
 
     @contextmanager
     def gathered(
-        self, parameters: Iterable[nn.Parameter] | None = None, *, until_backward: bool = False
+        self, parameters: Iterable[nn.Parameter] | None = None, *, until_step: bool = False
     ) -> Iterator[list[ParameterBucket]]:
         """Hold the units of `parameters` (default: all) whole inside the block; yields their buckets.
 
-        `until_backward`: and after it, until a backward or an optimizer's step is over.
+        `until_step`: and after it, until an optimizer's step changes them.
         """
         if parameters is None:
             units = self.units
@@ -728,7 +750,7 @@ class ShardedModel:
             for unit in units:
                 unit.gather()
             yield [bucket for unit in units for bucket in unit.buckets]
-            if until_backward and self.unsharder is not None:
+            if until_step and self.unsharder is not None:
                 for unit in units:
                     self.unsharder.hold_for_backward(unit)
         finally:

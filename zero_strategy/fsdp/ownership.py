@@ -6,6 +6,7 @@ It is weak on both sides, and written when an engine takes a module over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -34,6 +35,9 @@ class NamedParameters(Protocol):
 
     @property
     def writes(self) -> Writes: ...
+
+    def weight_for_layer(self, index: int, asker: FrameType | None) -> Tensor | None:
+        """The answer to a float8 layer's `weight.t()` while the weight is released; None where values are wanted."""
 
 
 class ParameterOwner(Protocol):

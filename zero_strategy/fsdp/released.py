@@ -6,7 +6,8 @@ class), as torch swaps that of `UninitializedParameter`, so that every call of t
 
 - metadata is answered as ever;
 - in a forward or a backward of its engine the parameter's unit is gathered first, and kept until the backward that
-  may need it: code of all ranks is the same there;
+  may need it: code of all ranks is the same there; a float8 layer is given its weight in float8
+  (`fsdp/float8_gather.py`), where that has been gathered;
 - elsewhere a read or a write is an error that names the parameter and the way out, since ranks that read alone would
   wait for the others, and there is nothing to write to.
 
@@ -357,6 +358,10 @@ class _Released:
         elif (func is torch.equal or func is Tensor.equal) and all(isinstance(each, nn.Parameter) for each in args[:2]):
             if args[0] is args[1] or all(isinstance(each, _Released) for each in args[:2]):
                 return args[0] is args[1]  # asked to look a parameter up in groups (Lightning's BaseFinetuning)
+        elif func is Tensor.t and isinstance(args[0], nn.Parameter):
+            place = place_of(args[0])
+            if place is not None and (weight := place[0].weight_for_layer(place[1], asker)) is not None:
+                return weight
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
             return call_again(func, args, kwargs)
         with DisableTorchFunctionSubclass():

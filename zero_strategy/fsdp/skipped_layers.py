@@ -33,7 +33,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.fsdp.unshard import Unit, Unsharder, tensors_in
+from zero_strategy.fsdp.unit import Unit
+from zero_strategy.fsdp.unshard import Unsharder, tensors_in
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.torch_private import in_backward, uncompiled
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import NoneType
 from typing import Any, Protocol
 from weakref import ref
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_strategy.fsdp.float8_gather import GatheredFloat8, WeightScales
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.unit import Unit
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.module_hooks import (
     InertHook as InertHook,  # modules pickled by earlier versions name it here
@@ -29,6 +32,7 @@ from zero_strategy.runtime.torch_private import (
     children_of,
     in_backward,
     in_transform,
+    is_compiling,
     is_tracing,
     tree_flatten,
     tree_unflatten,
@@ -36,8 +40,8 @@ from zero_strategy.runtime.torch_private import (
     when_backward_ends,
 )
 
-_OUTSIDE = -1
-"""Stands among the calls of a unit for uses outside of its forward."""
+_OUTSIDE, _IN_BACKWARD = -1, -2
+"""Stand among the calls of a unit for uses outside of its forward, which graphs may hold, and those in a backward."""
 _SCALARS = frozenset(map(id, (bool, int, float, str, NoneType)))
 """Ids of types without anything inside."""
 _NO_TENSORS = _SCALARS | frozenset(map(id, (dict, OrderedDict)))
@@ -46,62 +50,6 @@ _PLAIN_MODULES = "torch.nn.modules."
 """Classes from here leave no results in attributes; only other code could, by attributes that it adds."""
 _TRACE_PER_UNIT = 16
 """Bound of what is remembered of the order of uses."""
-
-
-class Unit:
-    """Buckets that are gathered and released together.
-
-    Attributes:
-        name: Name of the module ("" for the root).
-        module: The module whose forward brackets the use.
-        buckets: Its parameters.
-        depth: Forwards under way that use it.
-        calls: Backwards of earlier forwards under way.
-        open_calls: Forwards under way that may be followed by a backward, innermost last.
-        awaited: Earlier forwards whose backward is not over.
-        pinned: Users outside forward and backward (`GatheredParameters`, `state_dict`).
-    """
-
-    def __init__(self, name: str, module: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
-        self.name, self.module, self.buckets = name, module, list(buckets)
-        self.depth = 0
-        self.calls: set[int] = set()
-        self.open_calls: list[int] = []
-        self.awaited: set[int] = set()
-        self.pinned = 0
-
-    @property
-    def gathered(self) -> bool:
-        """True if all parameters are whole."""
-        return all(bucket.gathered for bucket in self.buckets)
-
-    @property
-    def under_way(self) -> bool:
-        """True if all parameters are whole, or on their way."""
-        return all(bucket.gathered or bucket.pending for bucket in self.buckets)
-
-    def start_unshard(self) -> None:
-        """Begin to gather; returns at once."""
-        for bucket in self.buckets:
-            bucket.start_unshard()
-
-    def gather(self) -> None:
-        """Gather, and wait until the parameters can be used."""
-        self.start_unshard()
-        for bucket in self.buckets:
-            bucket.finish_unshard()
-
-    def release(self) -> None:
-        """Free all but the own slices of what is not kept, unless somebody still uses them."""
-        if not self.depth and not self.calls and not self.pinned:
-            for bucket in self.buckets:
-                if not bucket.kept:
-                    bucket.release()
-
-    def keep(self) -> None:
-        """Stay whole until let go."""
-        for bucket in self.buckets:
-            bucket.kept = True
 
 
 class LayerTurns(Protocol):
@@ -135,6 +83,7 @@ class Unsharder:
         checksum: Tells the sequence of gathers so far, announced ones left out.
         skipped: Where ranks may skip different layers: what gathers them in one order on all ranks.
         launched: Takes the number of every unit whose gather starts; None: nobody asks.
+        scales: Of weights that are gathered in float8; None: there are none.
     """
 
     def __init__(
@@ -164,11 +113,16 @@ class Unsharder:
         self._borrowed: list[Unit] = []
         self.skipped: LayerTurns | None = None
         self.launched: list[int] | None = None
+        self.scales: WeightScales | None = None
         self._handles: list[Any] = []
         for unit in self.units:
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
+        for codes in (bucket.float8 for bucket in unit.buckets if bucket.float8 is not None):
+            codes.on_demand, self.scales = partial(self._use_codes, unit, codes), codes.scales
+            codes.read_on_demand = partial(self.use_on_demand, [unit])
+            unit.has_codes = unit.in_codes = True
         before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
         modules = [unit.module]
         if unit is self.units[0]:  # its modules are also called one by one, not only through the root's forward
@@ -191,20 +145,30 @@ class Unsharder:
 
     # ---- forward ----
 
-    def enter(self, unit: Unit) -> None:
-        """A forward that uses `unit` begins."""
+    def enter(self, unit: Unit, *, compiled: bool = False) -> None:
+        """A forward that uses `unit` begins.
+
+        Args:
+            unit: The unit.
+            compiled: Code calls it that `torch.compile` has made, which looks at the parameters' classes and memory.
+        """
         if unit is self.units[0] and not unit.depth:
             self.start_trace()
         if not self._depth:
             # As the outermost forward began: a `no_grad` inside of it says nothing of the backward.
             self._grad_began = torch.is_grad_enabled()
+            # Whether or not this rank has seen a write. A recomputation has the values that its forward had, and what
+            # ranks alone do that have a batch is none of the others'.
+            if self.scales is not None and self._announce is None and not in_backward():
+                self.scales.forget()
         self._depth += 1
         unit.depth += 1
         if unit.depth == 1:
             # Before the unit's own gather, as on ranks that use what this one has passed over.
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
-            self.use(unit)
+            unit.wants_values = unit.has_codes and (compiled or unit.is_compiled)
+            self.use(unit, in_codes=unit.has_codes and not unit.wants_values and not in_transform())
             if in_transform():  # whose graphs do not show when a unit's backward begins
                 self._hold(unit)
 
@@ -219,6 +183,8 @@ class Unsharder:
         keeps = unit is self.units[0] or not self.reshard_after_forward or self._is_next(unit)
         if not (backward_follows and keeps):
             unit.release()
+        elif not unit.depth and unit is not self.units[0]:
+            unit.hide()  # who reads it from here on holds it for more than its own backward
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -234,17 +200,19 @@ class Unsharder:
         position, hints = len(self.trace), self._hints[self._grad_trace]
         return hints[position - 1 : position + 1] == [unit, unit]
 
-    def use(self, unit: Unit) -> None:
-        """Gather `unit` and start on those that followed it last time."""
+    def use(self, unit: Unit, *, in_codes: bool = False) -> None:
+        """Gather `unit`, or its weights in float8, and start on those that followed it last time."""
         if unit.buckets:
             if is_tracing():
                 raise RuntimeError(
                     f"torch.jit.trace over unit {unit.name or 'root'!r} of a stage-3 model: the trace would keep "
                     "released parameters, without values. Trace a plain module with engine.full_state_dict()'s values."
                 )
+            # Ranks without a batch of their own take part in gathers of values.
+            unit.in_codes = in_codes and self._announce is None
             # Before `gather`, which would begin it without counting it or telling others.
             self._launch(unit)
-            unit.gather()
+            unit.gather_for_use()
             if not self.reshard_after_backward and torch.is_grad_enabled() and self._announce is None:
                 unit.keep()  # not where ranks that only follow hold nothing
             if len(self.trace) >= _TRACE_PER_UNIT * len(self.units):  # nobody calls the root, which would begin anew
@@ -252,24 +220,29 @@ class Unsharder:
             self.trace.append(unit)
             position, hints = len(self.trace), self._hints[self._grad_trace]
             if hints[position - 1 : position] == [unit]:
-                for ahead in hints[position : position + self.prefetch]:
-                    self._launch(ahead)
+                self.fetch_ahead(hints[position : position + self.prefetch])
 
     def _launch(self, unit: Unit) -> None:
         if not unit.under_way:
             number = self._numbers[unit]
             if self._announce is None:
-                # With 1 added, so that unit 0 counts where the sum is 0.
-                self.checksum = (self.checksum * 31 + number + 1) % 32749
+                self._count(number)
             else:
                 self._announce(number)
             if self.launched is not None:
                 self.launched.append(number)
-            unit.start_unshard()
+            unit.start_use()
+
+    def _count(self, number: int) -> None:
+        # With 1 added, so that unit 0 counts where the sum is 0.
+        self.checksum = (self.checksum * 31 + number + 1) % 32749
 
     def fetch_ahead(self, units: Iterable[Unit]) -> None:
         """Start on units that will be used soon, on all ranks alike."""
         for unit in units:
+            # By what all ranks know alike. Who uses it has it in the form that it needs.
+            if not unit.depth and not unit.calls:
+                unit.in_codes = unit.has_codes and not unit.wants_values and self._announce is None
             self._launch(unit)
 
     def start_trace(self) -> None:
@@ -287,16 +260,21 @@ class Unsharder:
     def use_on_demand(self, units: Sequence[Unit]) -> bool:
         """Gather units whose parameters are read by other code than their module's forward, and keep them.
 
-        They stay until the next backward or optimizer step is over, since a graph may hold what was read; in a forward
-        that began without gradients, until it ends. All ranks run the same code in a forward or a backward; the flight
-        recorder names a rank that does not.
+        They stay until a step changes them, since graphs may hold what was read, and several backwards may come; in a
+        forward that began without gradients, until it ends. All ranks run the same code in a forward or a backward; the
+        flight recorder names a rank that does not.
 
         Returns:
             False outside of both, where nothing is gathered.
         """
         backward = in_backward()
         if not self._depth and not backward:
-            return False
+            if not all(unit.hidden for unit in units):
+                return False
+            # Perhaps one rank alone reads what is there until the backward that follows.
+            for unit in units:
+                unit.show()
+            return True
         for unit in units:
             self._hold(unit)
             if self.skipped is not None:
@@ -306,6 +284,23 @@ class Unsharder:
         if backward:
             self._queue_end()
         return True
+
+    def _use_codes(self, unit: Unit, codes: GatheredFloat8) -> None:
+        """Gather codes that a graph needs and no forward or backward of their unit has gathered; keep them for it."""
+        if self._announce is not None:
+            raise RuntimeError(
+                f"backward through unit {unit.name or 'root'!r}, whose weights its forward had in float8, in a step "
+                "for which some ranks have no batch: these take part in gathers of values alone. Set "
+                "communication.parameters to 'values', or give all ranks the same number of batches"
+            )
+        if in_backward():
+            self._queue_end()
+            unit.calls.add(_IN_BACKWARD)
+        else:
+            self._hold(unit)
+        self._count(self._numbers[unit])
+        codes.start_unshard()
+        codes.finish_unshard()
 
     def _hold(self, unit: Unit) -> None:
         """Keep a unit whole for a backward that may follow, or to the end of a forward after which there is none."""
@@ -317,6 +312,9 @@ class Unsharder:
 
     def _return_borrowed(self) -> None:
         borrowed, self._borrowed = self._borrowed, []
+        # Who reads on demand may write, on all ranks alike, and a backward of an earlier forward may follow.
+        if self.scales is not None and self._announce is None and any(unit.has_codes for unit in borrowed):
+            self.scales.forget()
         for unit in borrowed:
             unit.depth = max(0, unit.depth - 1)
             unit.release()
@@ -328,8 +326,15 @@ class Unsharder:
         self._next_call += 1
         return self._next_call
 
-    def before_backward(self, unit: Unit, call: int, _gradient: Tensor) -> None:
-        """The gradient of an output of forward `call` has arrived."""
+    def before_backward(self, unit: Unit, call: int, *, of_values: bool = False) -> None:
+        """The gradient of an output of forward `call` has arrived.
+
+        Args:
+            unit: The unit.
+            call: See `new_call`.
+            of_values: Its graph may hold values of weights that are gathered in float8 elsewhere. Codes that it holds
+                beside them are gathered when they are computed with.
+        """
         # First: it clears the list that this unit enters below.
         self._queue_end()
         self._creates_graph |= torch.is_grad_enabled()
@@ -339,8 +344,9 @@ class Unsharder:
             self._in_backward[unit] = None
             if self.skipped is not None:
                 self.skipped.before_backward(unit, call)
-            if len(unit.calls) == 1:
-                self.use(unit)
+            # Another backward that has begun, or a reader, holds all of it; in the other form perhaps.
+            if len(unit.calls) == 1 or (of_values and not unit.gathered):
+                self.use(unit, in_codes=unit.has_codes and not of_values)
 
     def after_backward(self, unit: Unit, call: int) -> None:
         """The gradients of the inputs of forward `call` are done."""
@@ -393,7 +399,10 @@ class Unsharder:
             self.release_unused()
 
     def hold_for_backward(self, unit: Unit) -> None:
-        """Code outside of the unit's forward has computed with its parameters: keep them until backward is over."""
+        """Code outside of the unit's forward has computed with its parameters: keep them until a step changes them.
+
+        Nothing shows when the last backward through such a graph is over: there may be another one, or other losses.
+        """
         unit.calls.add(_OUTSIDE)
 
     def follow_edits(self) -> None:
@@ -411,11 +420,14 @@ class Unsharder:
             unit = self._unit_of[id(bucket)]
             if bucket.pending:
                 bucket.finish_unshard()  # what is sent of it may be what is about to change
+            if bucket.float8 is not None:
+                bucket.float8.invalidate()
             for watch in bucket.watches:
                 watch.invalidate_unsharded()
             if bucket.kept:
                 bucket.follow_edits()
                 bucket.kept, bucket.kept_again = False, bool(unit.depth or unit.pinned)
+            unit.calls.discard(_OUTSIDE)  # a backward through values of before would be an error
             unit.release()
 
     def announce_to(self, call: Callable[[int], None] | None) -> None:
@@ -436,13 +448,19 @@ class Unsharder:
                 bucket.kept_again = False
 
     def release_unused(self) -> None:
-        """No backward is under way, or gathered values are stale: release all that is not kept and no forward uses."""
+        """No backward is under way, or gathered values are stale: release all that no forward and no reader uses."""
         # Autograd makes no call at the end of a backward that raised: the next one has to ask anew.
         self._backward_queued = self._creates_graph = False
         for unit in self.units:
-            unit.calls.clear()
+            unit.calls &= {_OUTSIDE}
             unit.awaited.clear()
             unit.release()
+
+    def forget_frozen(self) -> None:
+        """A step is over: keep units that no step changes no longer for graphs of before it."""
+        for unit in self.units:
+            if not any(bucket.trainable for bucket in unit.buckets):
+                unit.calls.discard(_OUTSIDE)
 
     def reset(self) -> None:
         """Return to the resting state after an exception tore a forward or a backward apart.
@@ -456,6 +474,7 @@ class Unsharder:
         for unit in self.units:
             unit.depth = unit.pinned = 0
             unit.open_calls.clear()
+            unit.calls.clear()
         self._forget_again()
         self.release_unused()
 
@@ -495,8 +514,8 @@ class _OutputHook:
     holds in turn (a loss in an attribute, a forward without a backward) would keep the engine for ever.
     """
 
-    def __init__(self, unsharder: Unsharder, unit: Unit, call: int) -> None:
-        self._unsharder, self._unit, self._call = ref(unsharder), ref(unit), call
+    def __init__(self, unsharder: Unsharder, unit: Unit, call: int, of_values: bool) -> None:
+        self._unsharder, self._unit, self._call, self._of_values = ref(unsharder), ref(unit), call, of_values
 
     def __call__(self, gradient: Tensor) -> None:
         """See `Unsharder.before_backward`.
@@ -510,7 +529,7 @@ class _OutputHook:
                 "backward through a module that is gone, and whose parameters stage 3 has released: keep the module "
                 "until backward is over"
             )
-        unsharder.before_backward(unit, self._call, gradient)
+        unsharder.before_backward(unit, self._call, of_values=self._of_values)
 
 
 class _ForwardHook(EphemeralHook):
@@ -527,14 +546,17 @@ class _ForwardHook(EphemeralHook):
         self._parts: list[tuple[ref[nn.Module], list[int], int]] = []
         """The unit's modules at the last look: ids of children, and the number of attributes if it tells enough."""
 
-    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
+        return self._run(is_compiling(), module, args, kwargs, *output)
+
+    @uncompiled
+    def _run(self, compiled: bool, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         if self.is_enter:
-            return self._before(module, args, kwargs)
+            return self._before(module, args, kwargs, compiled)
         return self._after(module, output[0])
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.unsharder.enter(self.unit)
+    def _before(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
+        self.unsharder.enter(self.unit, compiled=compiled)
         if not torch.is_grad_enabled():
             return None
         call = self.unsharder.new_call()
@@ -563,7 +585,7 @@ class _ForwardHook(EphemeralHook):
             again = in_backward()  # a recomputation, whose graph may not be used
             for tensor in (*tensors_in(output), *self._left_in(module)):
                 if tensor.requires_grad:
-                    tensor.register_hook(_OutputHook(self.unsharder, self.unit, call))
+                    tensor.register_hook(_OutputHook(self.unsharder, self.unit, call, self.unit.has_values))
                     backward_follows = True
             if backward_follows and not again:
                 self.unit.awaited.add(call)

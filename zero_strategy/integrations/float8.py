@@ -48,9 +48,8 @@ def check_gather(config: Any, asked: str) -> None:
     """
     if config.enable_fsdp_float8_all_gather:
         raise ValueError(
-            f"{asked} has enable_fsdp_float8_all_gather=True, which is for torch's FSDP2: here weights are gathered "
-            "in the dtype that they have, and cast to the same float8 values by their layers. Set it to False; a "
-            "module in bf16 is gathered in half the bytes of float32"
+            f"{asked} has enable_fsdp_float8_all_gather=True, which is for torch's FSDP2. Here "
+            "communication.parameters='float8' gathers weights in float8 at stage 3: set that, and this to False"
         )
 
 

@@ -232,7 +232,7 @@ class PipelineEngine(ZeroEngine):
             self.executor.record |= measures or self.observed.observer is not None
             # Gathered here once for the step; other units are by each micro-batch.
             if held := self._held_whole():
-                stack.enter_context(self.model.gathered(held, until_backward=True))
+                stack.enter_context(self.model.gathered(held, until_step=True))
             stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
         assert found.loss is not None

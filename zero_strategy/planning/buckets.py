@@ -145,6 +145,7 @@ class BucketFacts:
         reduce_dtype: In what they are summed over ranks.
         master: Whether there is an fp32 copy for the optimizer.
         state_bits: What the config says of each parameter's states: 8 or 32.
+        gathered_itemsize: Bytes of an element where it is gathered for a forward; float8 has 1.
         handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
             sum, all at once.
     """
@@ -158,6 +159,12 @@ class BucketFacts:
     master: bool
     handed: int
     state_bits: tuple[int, ...] = ()
+    gathered_itemsize: int = 0
+
+    @property
+    def in_float8(self) -> bool:
+        """True if it is gathered in float8, which its layers would cast it to."""
+        return self.gathered_itemsize < self.dtype.itemsize
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -197,14 +204,21 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     model = model.of_tensor_rank(resolved.config.mesh.tensor or 1)
     replicas, packed = resolved.config.mesh.replicate, bool(resolved.config.matrix_optimizers)
 
-    def kept_in(unit: str) -> Callable[[str, ParameterShape], bool]:
-        return lambda name, shape: lies_apart(resolved.config, unit, name, shape.shape, shape.requires_grad)
+    # A rank alone gathers nothing.
+    in_float8 = resolved.config.communication.parameters == "float8" and resolved.shard > 1
+
+    def kind_in(unit: str) -> Callable[[str, ParameterShape], tuple[bool, bool]]:
+        def kind(name: str, shape: ParameterShape) -> tuple[bool, bool]:
+            of_steps = lies_apart(resolved.config, unit, name, shape.shape, shape.requires_grad)
+            return of_steps, in_float8 and shape.cast_whole
+
+        return kind
 
     return [
         [
-            _facts(unit.name, number, dtype, apart and packed, tuple(named), resolved, replicas)
-            for dtype, apart, named in group_parameters(
-                unit.parameters, compute_dtype, apart=kept_in(unit.name), kept=lambda shape: shape.keeps_dtype
+            _facts(unit.name, number, dtype, of_steps and packed, tuple(named), resolved, replicas, float8=float8)
+            for dtype, (of_steps, float8), named in group_parameters(
+                unit.parameters, compute_dtype, apart=kind_in(unit.name), kept=lambda shape: shape.keeps_dtype
             )
         ]
         for number, unit in enumerate(model.units)
@@ -212,7 +226,15 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
 
 
 def _facts(
-    unit: str, turn: int, dtype: torch.dtype, whole: bool, named: NamedShapes, resolved: ResolvedConfig, replicas: int
+    unit: str,
+    turn: int,
+    dtype: torch.dtype,
+    whole: bool,
+    named: NamedShapes,
+    resolved: ResolvedConfig,
+    replicas: int,
+    *,
+    float8: bool,
 ) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
@@ -227,7 +249,8 @@ def _facts(
         for segment in layout.segments
     ]
     dtypes = gradient_dtypes(dtype, precision)
-    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits))
+    gathered = 1 if float8 else dtype.itemsize
+    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits), gathered)
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:
@@ -313,10 +336,10 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
     """The root, and the unit in use with those fetched ahead of it; all, if they stay until backward."""
 
     def asked(buckets: Sequence[BucketFacts]) -> int:
-        return sum(bucket.elements * bucket.dtype.itemsize for bucket in buckets)
+        return sum(bucket.elements * bucket.gathered_itemsize for bucket in buckets)
 
     def taken(buckets: Sequence[BucketFacts]) -> int:
-        return sum(allocated(bucket.layout.numel * bucket.dtype.itemsize, device_type) for bucket in buckets)
+        return sum(allocated(bucket.layout.numel * bucket.gathered_itemsize, device_type) for bucket in buckets)
 
     releases = config.reshard_after_forward and config.reshard_after_backward  # the latter where they are offloaded
     width = 1 + config.prefetch if releases else len(units)

@@ -428,6 +428,10 @@ class _BucketEntries:
         count = len(bucket.owner.names)
         nbytes = count * bucket.dtype.itemsize
         yield Entry("handles", "device", bucket.owner, nbytes, self.plan._allocated(nbytes))
+        if bucket.in_float8:
+            scales = count * torch.float32.itemsize  # agreed ones, and those of the codes that are there
+            for _ in range(2):
+                yield Entry("handles", "device", bucket.owner, scales, self.plan._allocated(scales))
         sliced = self.placement.shard_parameters and not self.placement.in_place
         where = self.slice if sliced else (0, bucket.layout.numel)
         tier = _TIERS[offload.parameters]

@@ -18,6 +18,7 @@ from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, 
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks
 from zero_strategy.fsdp.layout import aliases, find_units
 from zero_strategy.fsdp.tensor_plan import divided_dimensions, models_with_plans, own_plan, styles_of
+from zero_strategy.quantized.float8 import weights_cast_whole
 from zero_strategy.quantized.foreseen import unpacked_numel, with_scales
 from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.torch_private import non_persistent_buffers
@@ -38,6 +39,7 @@ class ParameterShape:
         tied: It has several names, so that autograd adds up several gradients of it.
         keeps_dtype: A computation in another dtype leaves it as it is: a quantised weight or a scale of one.
         unpacked: Elements of the weight that quantised values stand for; 0: they are its elements.
+        cast_whole: A float8 layer casts it by one scale.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,7 @@ class ParameterShape:
     tied: bool = False
     keeps_dtype: bool = False
     unpacked: int = 0
+    cast_whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -231,9 +234,12 @@ class ModelShape:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {name!r} is lazy and has no shape yet: give its module its sizes")
         found = find_units(module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel)
-        ties = set(aliases(module).values())
+        ties, cast = set(aliases(module).values()), weights_cast_whole(module)
         made = tuple(
-            UnitShape(spec.name, tuple((name, shape_of(p, tied=name in ties)) for name, p in spec.parameters))
+            UnitShape(
+                spec.name,
+                tuple((name, shape_of(p, tied=name in ties, cast_whole=id(p) in cast)) for name, p in spec.parameters),
+            )
             for spec in found
         )
         divided, undivided = _divided_by_plan(module)
@@ -295,7 +301,7 @@ def _divided_by_plan(module: nn.Module) -> tuple[dict[str, int], str]:
     return found, ""
 
 
-def shape_of(parameter: nn.Parameter, *, tied: bool = False) -> ParameterShape:
+def shape_of(parameter: nn.Parameter, *, tied: bool = False, cast_whole: bool = False) -> ParameterShape:
     """The shape of a parameter; of a `DTensor`, that of this rank's part."""
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
     return ParameterShape(
@@ -306,6 +312,7 @@ def shape_of(parameter: nn.Parameter, *, tied: bool = False) -> ParameterShape:
         tied,
         keeps_dtype(parameter),
         unpacked_numel(parameter),
+        cast_whole,
     )
 
 

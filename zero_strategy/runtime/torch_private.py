@@ -422,6 +422,16 @@ AnyBatchNorm = _BatchNorm
 """The base class of all modules for batch normalization."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True if `torch.compile` has been told to compile the module, in place or as a module of torch's around it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def is_compiling() -> bool:
+    """True in code that `torch.compile` compiles, or has compiled."""
+    return is_dynamo_compiling() or get_eval_frame_callback() is not None
+
+
 def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[P, T]:
     """The function, left alone by `torch.compile`.
 
@@ -436,7 +446,7 @@ def uncompiled(function: Callable[P, T], *, recursive: bool = True) -> Callable[
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+        if is_compiling():
             return left_alone(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -32,8 +32,9 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, x.cos()
 
 
-def ours(stage: int, handler: AORecipeKwargs | None = None, **more: Any) -> ZeroAccelerator:
+def ours(stage: int, handler: AORecipeKwargs | None = None, gathers: str = "values", **more: Any) -> ZeroAccelerator:
     zero = {"stage": stage, "units": {"min_numel": 0}, "fused_optimizers": False}
+    zero["communication"] = {"parameters": gathers}
     handlers = None if handler is None else [handler]
     return ZeroAccelerator(zero_config=zero, cpu=True, mixed_precision="fp8", kwargs_handlers=handlers, **more)
 
@@ -62,9 +63,9 @@ def of_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-def trained(stage: int, name: str) -> tuple[list[float], dict[str, Tensor]]:
+def trained(stage: int, name: str, gathers: str) -> tuple[list[float], dict[str, Tensor]]:
     with fresh_state():
-        accelerator = ours(stage, AORecipeKwargs(config=recipe(name)))
+        accelerator = ours(stage, AORecipeKwargs(config=recipe(name)), gathers)
         model: Any = plain_net()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -92,8 +93,9 @@ def state() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_all_stages_train_as_accelerate_in_one_process(ranks: Launcher, name: str) -> None:
     losses, weights = of_one_process(name)
-    for stage in range(4):
-        for found, state in ranks(2)(trained, stage, name):
+    ways = [*((stage, "values") for stage in range(4)), *([(3, "float8")] if name == "tensorwise" else [])]
+    for stage, gathers in ways:
+        for found, state in ranks(2)(trained, stage, name, gathers):
             assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) < 1e-7
             assert state.keys() == weights.keys()
             assert max(float((state[key] - weights[key]).abs().max()) for key in weights) < 1e-7

@@ -1,0 +1,433 @@
+"""Weights that reach forward and backward in float8, at stage 3, where their layers would cast them to it anyway.
+
+A `Float8Linear` of torchao multiplies with codes of 8 bits and one scale per weight, which follows from the weight's
+largest absolute value. Here each rank casts its slice, by the scale of the whole weight, and codes are gathered: half
+the bytes of 16-bit values, and the bits that the layer would have made of the gathered values.
+
+    slice (16 or 32 bits) --- largest values of all weights: one small message, once per forward ---> scales
+    slice --cast by the scale--> codes of the slice --all-gather--> codes of the unit --> layers' `weight.t()`
+
+The parameters stay released meanwhile. A layer's forward asks its weight for `weight.t()`, which arrives in
+`fsdp/released.py` as any call of torch with a released parameter does; that this code asks, and no other, is seen by
+its frame, and it is given torchao's tensor, whose gradient is the parameter's. Whoever else reads the parameter gets
+its values, gathered in the dtype that they have; from then on the layer casts these itself. So nothing hides a
+parameter, nobody but the layer computes with rounded values, and what is written to a parameter counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.comm.collectives import Communicator, PendingWork
+from zero_strategy.quantized.float8 import float8_class
+from zero_strategy.runtime.torch_private import (
+    in_backward,
+    in_transform,
+    outside_transforms,
+    tree_leaves,
+    tree_map,
+    version_of,
+    without_grad,
+)
+
+if TYPE_CHECKING:
+    from zero_strategy.fsdp.param_bucket import ParameterBucket
+
+
+@functools.cache
+def _codes_class() -> Any:
+    """The class of weights that layers are given; torchao is imported with it."""
+    library: Any = importlib.import_module("torchao.float8.float8_training_tensor")
+
+    class GatheredCodes(library.Float8TrainingTensor):
+        """torchao's tensor, whose codes are released after a forward, and are there again when a backward uses them.
+
+        The layer multiplies with it, and autograd holds it meanwhile. To others, such as hooks that pack what autograd
+        saves, it is the parameter's values.
+
+        Attributes:
+            part: The weight.
+        """
+
+        part: _Part
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            """Compute with codes that are there, or with values.
+
+            Raises:
+                RuntimeError: If the module is gone that they belong to, or the parameter has been written to.
+            """
+            kwargs = kwargs or {}
+            mine = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+            product = func is torch.ops.aten.mm.default
+            if not (product and all(isinstance(each, library.Float8TrainingTensor) for each in args)):
+                if func not in _ALIASES:
+                    args, kwargs = tree_map(lambda leaf: leaf.values() if type(leaf) is cls else leaf, (args, kwargs))
+                    return func(*args, **kwargs)
+            for each in mine:
+                each.part.check()
+                each.part.source.need()
+            found = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in _ALIASES:
+                found.__class__, found.part = cls, mine[0].part
+            return found
+
+        def values(self) -> Tensor:
+            """The parameter's values, gathered where they are not here. A collective then."""
+            return self.part.source.values_like(self.part.index, self._data)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self.values().clone().__reduce_ex__(protocol)
+
+    return GatheredCodes
+
+
+_ALIASES = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("t", "detach", "alias", "view", "_unsafe_view", "as_strided")
+)
+"""Operations of autograd's and the layer's own whose results share the memory of codes."""
+
+
+class _Part:
+    """One weight of a bucket, as graphs hold it: without the engine.
+
+    Args:
+        source: The bucket.
+        index: Of the parameter in it.
+    """
+
+    def __init__(self, source: GatheredFloat8, index: int) -> None:
+        self._source, self.index = ref(source), index
+        self._parameter = source.bucket.parameters[index]
+        self._version = version_of(self._parameter)
+
+    @property
+    def source(self) -> GatheredFloat8:
+        """The bucket.
+
+        Raises:
+            RuntimeError: If the module is gone.
+        """
+        if (source := self._source()) is None:
+            raise RuntimeError(
+                "backward through a module that is gone, and whose weights stage 3 has released: keep the module until "
+                "backward is over"
+            )
+        return source
+
+    def check(self) -> None:
+        """Raise if a backward would find other values than its forward, as torch does for what it has saved."""
+        if in_backward() and version_of(self._parameter) != self._version:
+            raise RuntimeError(
+                f"parameter {self.source.bucket.names[self.index]!r}, which a forward has used, has been modified by "
+                "an inplace operation before its backward"
+            )
+
+
+class _Transposed(torch.autograd.Function):
+    """A transposed weight in float8 as a function of the parameter that it was cast from; gradients pass unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, weight: Callable[[], Tensor]) -> Tensor:
+        """The weight, (in_features, out_features)."""
+        return weight()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradient is the parameter's, (out_features, in_features).
+
+        Raises:
+            RuntimeError: Where the graph of gradients is asked for: it would end here.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True through a float8 layer whose weight was gathered in float8: second derivatives "
+                "need its values. Set communication.parameters to 'values'"
+            )
+        return gradients[0].t(), None
+
+
+class WeightScales:
+    """The scales of all weights of a model that are gathered in float8.
+
+    Made anew at points that all ranks come to alike, whether or not a rank has seen a value change: at the first gather
+    after a forward began, or after a step or a load.
+
+    Args:
+        communicator: The ranks that divide each weight.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._gathers: list[GatheredFloat8] = []
+        self._count = 0
+        self._stale = True
+
+    def add(self, gathers: GatheredFloat8) -> int:
+        """Number of the first weight of these among all."""
+        first, self._count = self._count, self._count + len(gathers.layers)
+        self._gathers.append(gathers)
+        return first
+
+    def forget(self) -> None:
+        """Values may have changed on any rank; called on all ranks alike."""
+        self._stale = True
+
+    def bring_up_to_date(self) -> None:
+        """Make forgotten scales anew. A collective then, of four bytes per weight and rank."""
+        if not self._stale:
+            return
+        ranks, rank = self._communicator.size, self._communicator.rank
+        own = [numbered for gathers in self._gathers for numbered in gathers.own_values()]
+        largest = torch.zeros(ranks * self._count, dtype=torch.float32, device=self._gathers[0].bucket.device)
+        if own:
+            # The norm of order infinity is the largest absolute value, and NaN if a value is.
+            found = [each.float() for each in torch._foreach_norm([values for _, values in own], float("inf"))]
+            places = torch.tensor([number for number, _ in own]).to(largest.device, non_blocking=True)
+            largest[rank * self._count : (rank + 1) * self._count].index_copy_(0, places, torch.stack(found))
+        self._communicator.all_gather(largest, of="largest values of float8 weights").wait()
+        of_weights = largest.view(ranks, self._count).amax(0)
+        for gathers in self._gathers:
+            gathers.set_scales(of_weights)
+        self._stale = False
+
+
+class GatheredFloat8:
+    """The whole weights of one bucket in float8, while a forward or a backward uses them.
+
+    Args:
+        bucket: Weights of such layers alone.
+        layers: The layer of each parameter, in bucket order.
+        scales: Of the model.
+
+    Attributes:
+        gathered: All codes are here.
+        on_demand: Gathers them where a backward finds them released; the unsharder's.
+        read_on_demand: Gathers the bucket's values, as `unshard_on_demand` does; the unsharder's.
+    """
+
+    def __init__(self, bucket: ParameterBucket, layers: Sequence[Any], scales: WeightScales) -> None:
+        self.bucket, self.layers, self.scales = bucket, list(layers), scales
+        self.gathered = False
+        self.on_demand: Callable[[], object] = _nothing
+        self.read_on_demand: Callable[[], object] = _nothing
+        self._kinds = [
+            (layer.config.cast_config_weight.target_dtype, layer.config.round_scales_to_power_of_2) for layer in layers
+        ]
+        self._readers: list[CodeType] = [float8_class(layer).forward.__code__ for layer in layers]
+        self._codes = torch.empty(bucket.layout.numel, dtype=torch.uint8, device=bucket.device)
+        self._codes.untyped_storage().resize_(0)
+        # Those that slices are cast by, agreed among ranks; and those of the codes that are here, which graphs hold.
+        self._agreed, self._shown = (
+            {kind: torch.ones(len(layers), device=bucket.device) for kind in self._kinds} for _ in range(2)
+        )
+        self._counts: list[int] = []
+        """Counts of writes to the parameters as codes were made."""
+        self._pending: PendingWork | None = None
+        self._first = scales.add(self)
+
+    @property
+    def pending(self) -> bool:
+        """True if a gather is under way."""
+        return self._pending is not None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with memory of its own, with its category in the ledger; codes may be without memory."""
+        yield "gather buffers", self._codes
+        for scales in (*self._agreed.values(), *self._shown.values()):
+            yield "handles", scales
+
+    # ---- gather and release ----
+
+    def own_values(self) -> list[tuple[int, Tensor]]:
+        """This rank's part of each weight, flat, with the weight's number among all of the model."""
+        shard = self.bucket.shard
+        return [
+            (self._first + piece.index, shard.read(piece.offset, piece.offset + piece.numel))
+            for piece in self.bucket.slice_pieces
+            if piece.numel
+        ]
+
+    def set_scales(self, largest: Tensor) -> None:
+        """Take the scales that follow from the largest absolute values of the model's weights, (weights,), fp32."""
+        library: Any = importlib.import_module("torchao.float8.float8_utils")
+        own = largest[self._first : self._first + len(self.layers)]
+        for kind, agreed in self._agreed.items():
+            agreed.copy_(library.amax_to_scale(own, *kind))
+
+    def start_unshard(self) -> None:
+        """Begin to gather, unless all is here or on its way."""
+        if not self.gathered and self._pending is None:
+            self._pending = self._gather(empty=True)
+
+    def finish_unshard(self) -> None:
+        """Wait until all is here."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+            self.gathered = True
+
+    def refresh(self) -> None:
+        """Bring new values into what is held whole. A collective then."""
+        if self.gathered:
+            self._gather(empty=False).wait()
+
+    def invalidate(self) -> None:
+        """Values are about to change, or have, on all ranks."""
+        self.finish_unshard()  # what is sent may be what changes
+        self.scales.forget()
+
+    def release(self) -> None:
+        """Free all codes."""
+        self.finish_unshard()
+        if self.gathered:
+            self.gathered = False
+            self._codes.untyped_storage().resize_(0)
+
+    def need(self) -> None:
+        """Have the codes here: a graph computes with them. A collective where nothing of the weights is here."""
+        self.finish_unshard()
+        if self.bucket.gathered:
+            # As a layer casts the values that it finds here: somebody may have written to them.
+            if not self.gathered or self._counts != self.bucket.writes.counts():
+                self._cast_values()
+        elif not self.gathered:
+            self.on_demand()
+
+    def values_like(self, index: int, codes: Tensor) -> Tensor:
+        """The values that lie in the parameter as these codes lie among the bucket's. A collective if they are away."""
+        if not self.bucket.gathered:
+            self.read_on_demand()
+        if not self.bucket.gathered:
+            raise RuntimeError(
+                f"parameter {self.bucket.names[index]!r} is released (stage 3), and read outside of a forward and a "
+                "backward by way of what autograd has saved. Read it inside `with "
+                "zero_strategy.sharding.GatheredParameters(parameters):` on all ranks"
+            )
+        return self.bucket.flat.as_strided(codes.size(), codes.stride(), codes.storage_offset())
+
+    @outside_transforms
+    @without_grad
+    def _cast_values(self) -> None:
+        """Make codes of values that are whole here."""
+        library: Any = importlib.import_module("torchao.float8.float8_utils")
+        with torch.inference_mode(False):
+            if not self.gathered:
+                self._codes.untyped_storage().resize_(self._codes.numel())
+            for index, kind in enumerate(self._kinds):
+                segment = self.bucket.layout.segments[index]
+                values = self.bucket.parameters[index].detach().reshape(-1)
+                largest = torch.linalg.vector_norm(values, float("inf")).float()
+                self._shown[kind][index] = library.amax_to_scale(largest, *kind)
+                _cast(values, self._shown[kind][index], self._codes[segment.offset : segment.stop].view(kind[0]))
+        self.gathered, self._counts = True, self.bucket.writes.counts()
+
+    def _gather(self, *, empty: bool) -> PendingWork:
+        with torch.inference_mode(False):  # whose tensors could not be saved for a backward
+            return self._cast_and_gather(empty)
+
+    @outside_transforms
+    @without_grad
+    def _cast_and_gather(self, empty: bool) -> PendingWork:
+        self.scales.bring_up_to_date()
+        for kind, agreed in self._agreed.items():
+            self._shown[kind].copy_(agreed)
+        self._counts = self.bucket.writes.counts()
+        if empty:
+            self._codes.untyped_storage().resize_(self._codes.numel())
+        own = self._codes[self.bucket.slice]
+        for piece in self.bucket.slice_pieces:
+            values = self.bucket.shard.read(piece.offset, piece.offset + piece.numel)
+            kind = self._kinds[piece.index]
+            codes = own[piece.offset : piece.offset + piece.numel].view(kind[0])
+            _cast(values, self._agreed[kind][piece.index], codes)
+        return self.bucket.mesh.gather.all_gather(self._codes, of=self.bucket.names)
+
+    # ---- what layers are given ----
+
+    def transposed(self, index: int, asker: FrameType | None) -> Tensor | None:
+        """The weight as its layer's forward asks for it, by `weight.t()`: (in_features, out_features).
+
+        Args:
+            index: Of the parameter in the bucket.
+            asker: The frame that asks.
+
+        Returns:
+            None where somebody else asks, or codes are not here.
+        """
+        if not self.gathered or in_transform() or not self._is_reader(index, asker):
+            return None
+        found: Tensor = _Transposed.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
+        return found
+
+    def _is_reader(self, index: int, frame: FrameType | None) -> bool:
+        for _ in range(3):  # modes are between
+            if frame is None:
+                return False
+            if frame.f_code is self._readers[index]:
+                return frame.f_locals.get("self") is self.layers[index]
+            frame = frame.f_back
+        return False
+
+    def _weight(self, index: int) -> Tensor:
+        library: Any = importlib.import_module("torchao.float8.float8_training_tensor")
+        segment, layer = self.bucket.layout.segments[index], self.layers[index]
+        codes = self._codes[segment.offset : segment.stop].view(self._kinds[index][0]).view(segment.shape)
+        weight: Any = _codes_class()(
+            # `.data` has a version of its own: a backward shall not take the gather before it for a write.
+            codes.data.t(),
+            self._shown[self._kinds[index]][index],
+            self.bucket.dtype,
+            linear_mm_config=layer.linear_mm_config,
+            gemm_input_role=library.GemmInputRole.WEIGHT,
+        )
+        weight.part = _Part(self, index)
+        found: Tensor = weight
+        return found
+
+
+def _nothing() -> None:
+    """Gather nothing: there is no unsharder."""
+
+
+_CAST_AT_ONCE = 1 << 22
+"""Elements; each needs four bytes meanwhile, which no plan counts."""
+
+
+def _cast(values: Tensor, scale: Tensor, codes: Tensor) -> None:
+    """Cast as torchao does: by the scale in fp32, and no further than the largest number of the codes' dtype."""
+    most = torch.finfo(codes.dtype).max
+    for part, place in zip(values.split(_CAST_AT_ONCE), codes.split(_CAST_AT_ONCE), strict=True):
+        scaled = part * scale if part.dtype == torch.float32 else part.float().mul_(scale)
+        place.copy_(scaled.clamp_(-most, most))
+
+
+def gather_in_float8(buckets: Sequence[ParameterBucket], layers: dict[int, nn.Module], ranks: Communicator) -> None:
+    """Let the buckets of these layers' weights be gathered in float8.
+
+    Args:
+        buckets: Of a model.
+        layers: By `id` of the weight; see `quantized.float8.weights_cast_whole`.
+        ranks: Those that divide each weight.
+
+    Raises:
+        ValueError: If such a weight is of float64; names it.
+    """
+    scales = WeightScales(ranks)
+    for bucket in buckets:
+        if id(bucket.parameters[0]) in layers:
+            if bucket.dtype == torch.float64:
+                raise ValueError(
+                    f"communication.parameters is 'float8', and parameter {bucket.names[0]!r} is of float64, whose "
+                    "largest value has no place in a scale of float32: train in float32 or 16 bits, or take 'values'"
+                )
+            bucket.float8 = GatheredFloat8(bucket, [layers[id(each)] for each in bucket.parameters], scales)

@@ -1,0 +1,121 @@
+"""A unit at stage 3: buckets that are gathered and released together, and who uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zero_strategy.fsdp.float8_gather import GatheredFloat8
+from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.fsdp.released import release_classes, unshard_classes
+from zero_strategy.runtime.torch_private import is_compiled
+
+
+class Unit:
+    """Buckets that are gathered and released together.
+
+    Attributes:
+        name: Name of the module ("" for the root).
+        module: The module whose forward brackets the use.
+        buckets: Its parameters.
+        depth: Forwards under way that use it.
+        calls: Backwards of earlier forwards under way.
+        open_calls: Forwards under way that may be followed by a backward, innermost last.
+        awaited: Earlier forwards whose backward is not over.
+        pinned: Users outside forward and backward (`GatheredParameters`, `state_dict`).
+        has_codes: Some buckets have weights that may be gathered in float8.
+        in_codes: They are, in the present or last use.
+        hidden: It stays whole for the backward that follows, and its parameters look released, so that reads of other
+            code than its forward and backward are seen.
+        wants_values: Forwards use values all the same: compiled code looks at parameters itself.
+    """
+
+    def __init__(self, name: str, module: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
+        self.name, self.module, self.buckets = name, module, list(buckets)
+        self.depth = 0
+        self.calls: set[int] = set()
+        self.open_calls: list[int] = []
+        self.awaited: set[int] = set()
+        self.pinned = 0
+        self.has_codes = self.in_codes = self.wants_values = self.hidden = False
+
+    @property
+    def gathered(self) -> bool:
+        """True if all parameters are whole."""
+        return all(bucket.gathered for bucket in self.buckets)
+
+    @property
+    def under_way(self) -> bool:
+        """True if all that a forward uses is there, or on its way."""
+        return all(used.gathered or used.pending for used in self.used())
+
+    def used(self) -> Sequence[ParameterBucket | GatheredFloat8]:
+        """The form of each bucket that a forward or a backward uses."""
+        if not self.has_codes:
+            return self.buckets
+        return [bucket.used(in_codes=self.in_codes) for bucket in self.buckets]
+
+    def start_use(self) -> None:
+        """Begin to gather what a forward or a backward uses; returns at once."""
+        for used in self.used():
+            used.start_unshard()
+
+    def gather_for_use(self) -> None:
+        """Gather it, and wait until it can be used."""
+        self.start_use()
+        for used in self.used():
+            used.finish_unshard()
+        self.show()
+
+    def start_unshard(self) -> None:
+        """Begin to gather the parameters' values; returns at once."""
+        for bucket in self.buckets:
+            bucket.start_unshard()
+
+    def gather(self) -> None:
+        """Gather, and wait until the parameters are whole."""
+        self.start_unshard()
+        for bucket in self.buckets:
+            bucket.finish_unshard()
+        self.show()
+
+    def hide(self) -> None:
+        """Let parameters that are whole, and not kept for all to see, look released."""
+        for bucket in self.buckets:
+            if bucket.gathered and not bucket.kept:
+                release_classes(bucket.parameters)
+                self.hidden = True
+
+    def show(self) -> None:
+        """Let them be seen again."""
+        if self.hidden:
+            self.hidden = False
+            for bucket in self.buckets:
+                if bucket.gathered:
+                    unshard_classes(bucket.parameters)
+
+    @property
+    def has_values(self) -> bool:
+        """True if there are values where a forward would use float8."""
+        return self.has_codes and any(bucket.float8 is not None and bucket.gathered for bucket in self.buckets)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if `torch.compile` has a hold on one of its modules, which then look at parameters themselves."""
+        return any(is_compiled(part) for part in self.module.modules())
+
+    def release(self) -> None:
+        """Free all but the own slices of what is not kept, unless somebody still uses them."""
+        if not self.depth and not self.calls and not self.pinned:
+            self.show()  # what is written to counts, and is looked for by class
+            for bucket in self.buckets:
+                if not bucket.kept:
+                    bucket.release()
+                if bucket.float8 is not None:
+                    bucket.float8.release()
+
+    def keep(self) -> None:
+        """Stay whole until let go."""
+        for bucket in self.buckets:
+            bucket.kept = True
