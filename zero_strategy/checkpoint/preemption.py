@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntFlag
 from types import FrameType
@@ -199,21 +199,29 @@ class SignalWatch:
         steps: Who is told.
         signals: Which.
         previous: What a signal's handler was before; default: the one in place when `install` is called.
+        goes_on: Signals after which training goes on, beside SIGUSR1 and SIGUSR2.
 
     Attributes:
         came: The first signal that ends, once it has come.
+        seen: Signals that have come, until their owner takes them out.
 
     Raises:
         ValueError: Outside of the main thread, where Python sets no handlers.
     """
 
     def __init__(
-        self, steps: StepWatch, signals: Iterable[int], previous: Callable[[int], Any] = signal.getsignal
+        self,
+        steps: StepWatch,
+        signals: Iterable[int],
+        previous: Callable[[int], Any] = signal.getsignal,
+        goes_on: Collection[int] = (),
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("signal handlers can be set in the main thread only; call it there")
         self._steps = steps
         self.came: int | None = None
+        self.seen: set[int] = set()
+        self._goes_on = frozenset(goes_on)
         self._replaced = {number: signal.getsignal(number) for number in signals}
         self._previous = {number: previous(number) for number in self._replaced}
 
@@ -232,7 +240,8 @@ class SignalWatch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number]
-        if signal.Signals(number).name in _GOES_ON:
+        self.seen.add(number)
+        if signal.Signals(number).name in _GOES_ON or number in self._goes_on:
             self._steps.signalled = True
         elif self.came is not None:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)

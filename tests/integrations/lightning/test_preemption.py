@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -24,7 +29,7 @@ from tests.integrations.test_ends import gone
 from tests.launcher import Launcher
 from tests.watchdog.test_dropping import eventually
 from zero_strategy.config import load_config
-from zero_strategy.integrations.lightning.callbacks import watched_signals
+from zero_strategy.integrations.lightning.slurm_requeue import SlurmRequeue
 
 
 class Kicked(Dropping):
@@ -51,10 +56,13 @@ class Kicked(Dropping):
         self.kick("end")
 
 
-def run(tmp: str, stage: int, module: Dropping, ckpt_path: str | None = None, **settings: Any) -> Any:
+def run(
+    tmp: str, stage: int, module: Dropping, ckpt_path: str | None = None, plugins: Any = None, **settings: Any
+) -> Any:
     torch.manual_seed((1000 if ckpt_path else 3) + rank())
     random.seed((1000 if ckpt_path else 3) + rank())
     flags = {"max_epochs": 2, "accumulate_grad_batches": 2, "val_check_interval": 4, "default_root_dir": tmp}
+    flags["plugins"] = plugins
     made = trainer(zero(stage, **settings), num_sanity_val_steps=1, **flags)
     made.fit(module, Stateful(rows(21), 3), loader(8, seed=5), ckpt_path=ckpt_path)
     return left(made, module)
@@ -148,13 +156,74 @@ def test_signals_that_are_not_listed_and_handlers_of_the_user(ranks: Launcher, t
     assert ranks(1)(turned_off, str(tmp_path)) == [[2, False, True]]
 
 
-def test_slurm_keeps_the_signal_it_requeues_on() -> None:
-    config = load_config()
-    terminate, user = signal.SIGTERM, signal.SIGUSR1
-    assert watched_signals(config, SLURMEnvironment()) == [terminate]
-    assert watched_signals(config, SLURMEnvironment(requeue_signal=signal.SIGHUP)) == [terminate, user]
-    assert watched_signals(config, SLURMEnvironment(auto_requeue=False)) == [terminate, user]
-    assert watched_signals(load_config(checkpoint={"preemption_signals": []}), LightningEnvironment()) == []
+SCONTROL = """#!/bin/sh
+echo "$@" >> {calls}
+"""
+
+
+@contextlib.contextmanager
+def in_slurm(folder: Path) -> Iterator[None]:
+    """Variables of a task of a job's array, and an `scontrol` that only notes what it was called with."""
+    program = folder / f"scontrol-{rank()}" / "scontrol"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(SCONTROL.format(calls=folder / "calls"))
+    program.chmod(0o755)
+    size = str(dist.get_world_size())
+    variables = {
+        "SLURM_NTASKS": size, "SLURM_NTASKS_PER_NODE": size, "SLURM_PROCID": str(rank()), "SLURM_LOCALID": str(rank()),
+        "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "79",
+        "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2", "PATH": f"{program.parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, variables):
+        yield
+
+
+def requeued(tmp: str, number: int, culprits: list[int]) -> dict[str, Any]:
+    expected = run(f"{tmp}/whole", 3, Dropping())
+    environment = SLURMEnvironment(requeue_signal=signal.Signals(number))
+    before = signal.getsignal(number)
+    with in_slurm(Path(tmp)):
+        first = run(tmp, 3, Kicked(number, culprits, "batch 4"), plugins=[environment])
+        restored = signal.getsignal(number) == before
+        if rank() == 0:  # of a save that was killed
+            os.mkdir(f"{tmp}/.requeued.ckpt.1f2e3d4c.tmp")
+        dist.barrier()
+        # Without a path: Lightning finds the checkpoint by itself.
+        again = run(tmp, 3, Dropping(), plugins=[environment])
+    return {
+        "went on": differences(first, expected),
+        "resumed": differences(again, expected),
+        "left": len(again["losses"]),
+        "restored": restored,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "culprits"), [(signal.SIGUSR1, [1]), (signal.SIGUSR1, [0, 1]), (signal.SIGHUP, [0])]
+)
+def test_a_job_of_slurm_is_saved_at_the_end_of_a_batch_and_requeued_once(
+    ranks: Launcher, tmp_path: Path, number: int, culprits: list[int]
+) -> None:
+    for found in ranks(2)(requeued, str(tmp_path), int(number), culprits):
+        assert found == {"went on": [], "resumed": [], "left": 8, "restored": True}
+    assert (tmp_path / "calls").read_text() == "requeue 77_2\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt" / "manifest.json").is_file()
+    assert not (tmp_path / "requeued.ckpt").exists() and not (tmp_path / "preempted.ckpt").exists()
+
+
+def test_who_requeues_a_job_of_slurm() -> None:
+    def asked(environment: Any, originals: dict[int, Any], **checkpoint: Any) -> int | None:
+        strategy = SimpleNamespace(config=load_config(checkpoint=checkpoint), cluster_environment=environment)
+        found = SlurmRequeue.asked_by(strategy, originals)
+        return None if found is None else found.number
+
+    user = int(signal.SIGUSR1)
+    assert asked(SLURMEnvironment(), {}) == asked(SLURMEnvironment(), {user: signal.SIG_DFL}) == user
+    assert asked(SLURMEnvironment(requeue_signal=signal.SIGHUP), {user: print}) == int(signal.SIGHUP)
+    assert asked(SLURMEnvironment(), {user: print}) is None, "nor does Lightning, over a handler of the user's"
+    assert asked(SLURMEnvironment(auto_requeue=False), {}) is None
+    assert asked(SLURMEnvironment(), {}, preemption_signals=[]) is None, "all are left to Lightning"
+    assert asked(LightningEnvironment(), {}) is None
 
 
 SCRIPT = textwrap.dedent(

@@ -32,12 +32,11 @@ from zero_strategy.checkpoint.preemption import EXIT_CODE, Due, SignalWatch, nam
 from zero_strategy.comm.store import StoreBarrier
 from zero_strategy.diagnostics.norms import NormLog, NormSettings
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.lightning.slurm_requeue import SlurmRequeue
 from zero_strategy.runtime.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from typing import Any as _Base
-
-    from zero_strategy.config import ZeroConfig
 else:
     _Base = object
 
@@ -185,11 +184,12 @@ class SavesOnSignals:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._watch: SignalWatch | None = None
+        self._requeue: SlurmRequeue | None = None
         self._trainer: Any = None  # while there is a watch
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of a Trainer set handlers in fits of their own."""
-        return {**vars(self), "_watch": None, "_trainer": None}
+        return {**vars(self), "_watch": None, "_requeue": None, "_trainer": None}
 
     def watch(self) -> None:
         """Set the handlers, in the main thread, unless they are set.
@@ -202,11 +202,13 @@ class SavesOnSignals:
         originals = trainer._signal_connector._original_handlers
         if self._watch is not None or strategy.engine is None or trainer.state.fn != "fit" or not originals:
             return
-        numbers = watched_signals(strategy.config, strategy.cluster_environment)
+        self._requeue = SlurmRequeue.asked_by(strategy, originals)
+        again = () if self._requeue is None else (self._requeue.number,)
+        numbers = list(dict.fromkeys((*named_signals(strategy.config.checkpoint.preemption_signals), *again)))
         # Python lets the main thread alone set handlers.
         if numbers and threading.current_thread() is threading.main_thread():
             # Lightning's handlers are replaced, the ones before those are called.
-            self._watch = SignalWatch(strategy.engine.steps, numbers, originals.get)
+            self._watch = SignalWatch(strategy.engine.steps, numbers, originals.get, goes_on=again)
             self._watch.install()
             self._trainer = trainer
             trainer.callbacks.append(strategy.batch_end_class(self))
@@ -255,6 +257,10 @@ class SavesOnSignals:
         """
         if not due:
             return
+        if self._requeue is not None and self._requeue.is_due(self._watch):
+            self._requeue.save_and_requeue(trainer)
+            if not due & Due.END:
+                return
         path = os.path.join(trainer.default_root_dir, FILE_NAME)
         trainer.save_checkpoint(path)
         # A scheduler may kill the process soon after its notice.
@@ -267,13 +273,6 @@ class SavesOnSignals:
             # User code asks `trainer.received_sigterm`, which Lightning's own handler would have set.
             trainer._signal_connector.received_sigterm = True
             raise self._strategy.sigterm_exception(EXIT_CODE)
-
-
-def watched_signals(config: ZeroConfig, environment: Any) -> list[signal.Signals]:
-    """Signals of the config that this platform has, and that SLURM's automatic requeueing does not use."""
-    requeues = type(environment).__name__ == "SLURMEnvironment" and environment.auto_requeue
-    taken = environment.requeue_signal if requeues else None
-    return [number for number in named_signals(config.checkpoint.preemption_signals) if number != taken]
 
 
 AGREEMENT_SECONDS = 10.0
