@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.device.fake_ranks import fake_world
 from tests.device.gpus import Gpus
 from tests.warm import run_warm
 from zero_strategy.comm import process_group
-from zero_strategy.comm.process_group import Place, discover, first_host, init_distributed, port_of_job
+from zero_strategy.comm.process_group import Place, discover, first_host, init_distributed, port_of_job, world_size
 from zero_strategy.compat.deepspeed.scripts.entry import add_config_arguments, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,19 @@ def test_a_port_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     Started(monkeypatch, {**SRUN, "SLURM_JOB_ID": "71234"}, 1)
     init_distributed(verbose=False, distributed_port=4321)
     assert os.environ["MASTER_PORT"] == "4321"
+
+
+@pytest.mark.parametrize("env", [SRUN, MPICH, {**MPICH, "MPI_LOCALNRANKS": "1"}])
+def test_processes_of_srun_and_mpirun_without_a_group_are_told(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
+    Started(monkeypatch, env, 1)
+    with pytest.warns(UserWarning, match=r"started [24] processes, but .*every process trains alone.*init_distributed"):
+        assert world_size() == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert world_size() == 1
 
 
 def test_jobs_of_one_node_have_different_ports() -> None:

@@ -38,6 +38,12 @@ def world_size() -> int:
             "torch.distributed.init_process_group() first",
             stacklevel=3,
         )
+    elif (place := unread_place(os.environ)) is not None:
+        warnings.warn(
+            f"{place.launcher} started {place.world_size} processes, but there is no process group, so every process "
+            "trains alone; call zero_strategy.init_distributed() first, or set WORLD_SIZE=1 if that is meant",
+            stacklevel=3,
+        )
     return 1
 
 
@@ -237,6 +243,18 @@ def discover(env: Mapping[str, str], mpi: bool = True) -> Place | None:
             "torchrun, or set both"
         )
     return found
+
+
+def unread_place(env: Mapping[str, str]) -> Place | None:
+    """Place among several processes of srun or mpirun, whose variables neither torch nor Accelerate on GPUs reads.
+
+    None where torchrun's variables say anything; WORLD_SIZE=1 is the way to say that each process is alone.
+    """
+    if env.keys() & {"RANK", "WORLD_SIZE"}:
+        return None
+    # They are counted only: where rank 0 is does not matter.
+    place = _of_srun(env) or _of_mpirun({"MASTER_ADDR": "", **env})
+    return place if place is not None and place.world_size > 1 else None
 
 
 def _of_srun(env: Mapping[str, str]) -> Place | None:

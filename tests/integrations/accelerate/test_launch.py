@@ -183,3 +183,12 @@ def test_processes_that_would_train_alone_are_refused() -> None:
     check_processes(2, {"WORLD_SIZE": "2"})
     check_processes(1, {})
     assert not needs_cpu({})
+
+
+def test_tasks_of_srun_that_would_train_alone_are_refused() -> None:
+    tasks = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[1-2]"}
+    with pytest.raises(ValueError, match=r"srun started 4 processes.*zero_strategy.init_distributed\(\)"):
+        check_processes(1, tasks)
+    check_processes(4, tasks)
+    check_processes(1, {**tasks, "SLURM_STEP_NUM_TASKS": "1"})
+    check_processes(1, {**tasks, "WORLD_SIZE": "1"})

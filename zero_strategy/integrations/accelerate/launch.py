@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
+from zero_strategy.comm.process_group import unread_place
 from zero_strategy.config import ZeroConfig, load_config
 
 CONFIG_VARIABLE = "ZERO_STRATEGY_CONFIG"
@@ -92,6 +93,13 @@ def check_processes(count: int, environment: Mapping[str, str]) -> None:
             f"WORLD_SIZE is {launched}, but Accelerate runs as one process, so every process would train alone. A "
             "PartialState() or Accelerator() made before the ZeroAccelerator fixes this: make the ZeroAccelerator "
             "first, or set ACCELERATE_USE_CPU=true where there is no GPU"
+        )
+    if count == 1 and (place := unread_place(environment)) is not None:
+        raise ValueError(
+            f"{place.launcher} started {place.world_size} processes, but Accelerate does not read its variables, so "
+            "every process would train alone: call zero_strategy.init_distributed() at the beginning of the script, "
+            "before anything of Accelerate or transformers is made, or start one `accelerate launch` or torchrun per "
+            "host. If each is to train alone, set WORLD_SIZE=1"
         )
     alone = count == 1 and "WORLD_SIZE" not in environment and "MASTER_ADDR" in environment
     if alone and environment.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
