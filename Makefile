@@ -80,11 +80,11 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest --tier quick $(PYTEST_ARGS)
 
-# The sbatch files on a Slurm of this machine's own, with two hosts in network namespaces; as root, on Debian.
+# The sbatch files and the guide's commands on a Slurm of this machine's own, with two hosts in network namespaces; as root, on Debian.
 cluster: $(STAMP)
 	command -v slurmctld slurmd sbatch >/dev/null || { apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurmctld slurmd slurm-client; }
-	$(BIN)/python -m pytest tests/cluster/test_slurm.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py tests/cluster/test_slurm_faces.py $(PYTEST_ARGS)
 
 # VERSION as above. CPU builds of torch serve, too; with CUDA's the library is built by torch.utils.cpp_extension.
 gpu-rehearsal:

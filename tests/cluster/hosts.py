@@ -9,6 +9,7 @@ children of one that is first in its PID namespace: the kernel ends them all wit
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 INTERFACE = "veth0"
 _ESTABLISHED = "01"
 """A state in /proc/net/tcp."""
+_pairs = itertools.count()
 _ISOLATED = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -45,16 +47,18 @@ class Host:
     Attributes:
         namespace: Its network's name.
         address: Its.
+        name: Its own.
         processes: Those that `start` started.
     """
 
     namespace: str
     address: str
+    name: str
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, words: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Start a program there; what it prints goes to a file."""
-        inside = ("sh", "-c", 'hostname "$0" && exec "$@"', self.namespace, *words)
+        inside = ("sh", "-c", 'hostname "$0" && exec "$@"', self.name, *words)
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, *_ISOLATED, *inside],
@@ -98,9 +102,18 @@ def run(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """A pair; nothing is left of it at the end, whatever happened."""
-    hosts = tuple(Host(f"zs{os.getpid()}{letter}", f"10.99.0.{1 + n}") for n, letter in enumerate("ab"))
+def two_hosts(names: tuple[str, str] | None = None) -> Iterator[tuple[Host, Host]]:
+    """A pair; nothing is left of it at the end, whatever happened.
+
+    Args:
+        names: Of the hosts; default: those of their networks.
+    """
+    pair = next(_pairs)
+    namespaces = [f"zs{os.getpid()}{letter}{pair or ''}" for letter in "ab"]
+    hosts = tuple(
+        Host(namespace, f"10.99.0.{1 + n}", name)
+        for n, (namespace, name) in enumerate(zip(namespaces, names or namespaces, strict=True))
+    )
     first, second = hosts
     try:
         for host in hosts:

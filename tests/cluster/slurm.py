@@ -55,8 +55,8 @@ class Cluster:
     def start_node(self, host: Host) -> None:
         """Start a host's slurmd."""
         # It looks for a mount there, whether it uses control groups or not.
-        words = ["sh", "-c", f"mount -t tmpfs none /sys/fs/cgroup && exec slurmd -D -N {host.namespace}"]
-        host.start(words, self.env, self.folder / f"slurmd-{host.namespace}.log")
+        words = ["sh", "-c", f"mount -t tmpfs none /sys/fs/cgroup && exec slurmd -D -N {host.name}"]
+        host.start(words, self.env, self.folder / f"slurmd-{host.name}.log")
 
     def wait(self, what: str, there: Callable[[], object], seconds: float = 90) -> None:
         """Return when something is so.
@@ -67,9 +67,18 @@ class Cluster:
         end = time.monotonic() + seconds
         while not there():
             if time.monotonic() > end:
-                logs = {path.name: path.read_text(errors="replace")[-2000:] for path in self.folder.glob("*.log")}
-                raise AssertionError(f"no {what} in {seconds} s; {self.run('squeue')}; {logs}")
+                raise AssertionError(f"no {what} in {seconds} s; {self.run('squeue')}; {self.logs()}")
             time.sleep(0.25)
+
+    def logs(self, pattern: str = "*.log") -> dict[str, str]:
+        """Ends of logs by their files' names."""
+        return {path.name: path.read_text(errors="replace")[-2000:] for path in self.folder.glob(pattern)}
+
+    def submit(self, name: str, script: str, *options: str) -> str:
+        """Number of a new job of the lines of a bash script. Its log, or those of its array, is `NAME-*.log`."""
+        (self.folder / f"{name}.sbatch").write_text(f"#!/usr/bin/env bash\nset -euo pipefail\n{script}\n")
+        words = ("--parsable", f"--job-name={name}", f"--output={name}-%j.log", "--open-mode=append", *options)
+        return self.run("sbatch", *words, f"{name}.sbatch")
 
     def state(self, job: str) -> str:
         """State of a job in the queue, such as R or PD; empty if it has ended."""
@@ -77,22 +86,23 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, **env: str) -> Iterator[Cluster]:
+def slurm_cluster(folder: Path, names: tuple[str, str] | None = None, **env: str) -> Iterator[Cluster]:
     """A cluster whose nodes are idle; nothing is left of it at the end.
 
     Args:
         folder: For its files.
+        names: Of the nodes; default: some of their own.
         **env: Further variables of jobs.
     """
-    with two_hosts() as pair:
-        names = "".join(f"{host.address} {host.namespace}\n" for host in pair)
+    with two_hosts(names) as pair:
+        table = "".join(f"{host.address} {host.name}\n" for host in pair)
         configured = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH, **env}
         cluster = Cluster(folder, pair, configured)
         try:
             for host in pair:
                 (_NAMES / host.namespace).mkdir(parents=True)
-                (_NAMES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-                (folder / f"spool-{host.namespace}").mkdir()
+                (_NAMES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
+                (folder / f"spool-{host.name}").mkdir()
             _configure(folder, pair)
             pair[0].start(["slurmctld", "-D"], configured, folder / "slurmctld.log")
             for host in pair:
@@ -115,7 +125,7 @@ def _answers(cluster: Cluster) -> bool:
 
 def _configure(folder: Path, pair: tuple[Host, Host]) -> None:
     nodes = "".join(
-        f"NodeName={host.namespace} NodeAddr={host.address} CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 RealMemory=1000 "
+        f"NodeName={host.name} NodeAddr={host.address} CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 RealMemory=1000 "
         "Gres=gpu:2\n"
         for host in pair
     )
@@ -125,7 +135,7 @@ def _configure(folder: Path, pair: tuple[Host, Host]) -> None:
     (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "slurm.conf").write_text(
         f"""ClusterName=test
-SlurmctldHost={pair[0].namespace}({pair[0].address})
+SlurmctldHost={pair[0].name}({pair[0].address})
 AuthType=auth/none
 AuthInfo=cred_expire=5
 CredType=cred/none

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.cluster.hosts import INTERFACE, Host, two_hosts, why_not
+from tests.cluster.one_host import FACES, on_one_host, read_results, trained
 from tests.launcher import Launcher
 from zero_strategy.checkpoint import LATEST_NAME
 
@@ -46,14 +47,16 @@ def undisturbed(folder: str, text: str) -> list[float]:
     return [line["loss"] for line in losses(Path(folder))]
 
 
-def start(host: Host, hosts: int, meets_here: bool, endpoint: str, options: list[str], log: Path) -> None:
+def start(
+    host: Host, hosts: int, meets_here: bool, endpoint: str, options: list[str], log: Path, script: str = SCRIPT
+) -> None:
     """torchrun with one process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
     env |= {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", "--nproc-per-node=1", "--max-restarts=0",
         "--monitor-interval=0.2", f"--rdzv-id=of-{hosts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-conf=is_host={int(meets_here)}", f"--local-addr={host.address}", SCRIPT, *options,
+        f"--rdzv-conf=is_host={int(meets_here)}", f"--local-addr={host.address}", script, *options,
     ]  # fmt: skip
     host.start(words, env, log)
 
@@ -88,3 +91,17 @@ def test_one_of_two_hosts_is_lost(ranks: Launcher, tmp_path: Path) -> None:
     assert together == expected[:SAVE_EVERY], "until then: the same bits"
     assert [line["step"] for line in alone] == list(range(SAVE_EVERY + 1, STEPS + 1)), "from the checkpoint to the end"
     assert [line["loss"] for line in alone] == pytest.approx(expected[SAVE_EVERY:], rel=1e-6)
+
+
+@pytest.mark.parametrize("face", ["lightning", "accelerate", "transformers"])
+def test_faces_under_torchrun_on_two_hosts(tmp_path: Path, face: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder, logs = tmp_path / "run", [tmp_path / f"{name}.log" for name in ("first", "second")]
+    with two_hosts() as hosts:
+        for host, log in zip(hosts, logs, strict=True):
+            endpoint = f"{hosts[0].address}:29400"
+            start(host, 2, host is hosts[0], endpoint, [face, str(folder)], log, script=str(FACES))
+        for host, log in zip(hosts, logs, strict=True):
+            assert host.processes[0].wait(120) == 0, log.read_text()
+    assert trained(read_results(folder)) == trained(on_one_host(tmp_path, face, 2))
