@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_strategy.comm.transport import gather_by_doubling
+from zero_strategy.comm.transport import gather_by_doubling, gather_parts_by_doubling
 
 
 class Ranks:
@@ -25,7 +25,8 @@ class Ranks:
         self.size, self.rounds = size, [list[tuple[int, int]]() for _ in range(size)]
         self._store = dist.HashStore()
 
-    def gather(self, values: list[Tensor]) -> list[list[Tensor]]:
+    def gather(self, values: list[Tensor], lengths: list[int] | None = None) -> list[list[Tensor]]:
+        """Every rank's result; of parts of different lengths, if these are given."""
         found: list[list[Tensor]] = [[] for _ in values]
 
         def run(rank: int) -> None:
@@ -39,7 +40,10 @@ class Ranks:
                 for work in works:
                     work.wait()
 
-            found[rank] = gather_by_doubling(values[rank], rank, self.size, swap)
+            if lengths is None:
+                found[rank] = gather_by_doubling(values[rank], rank, self.size, swap)
+            else:
+                found[rank] = gather_parts_by_doubling(values[rank], lengths, rank, self.size, swap)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -55,6 +59,16 @@ def test_every_rank_gets_every_value_in_few_rounds(size: int) -> None:
     values = [torch.tensor([[rank, -rank, 1 << rank]], dtype=torch.int64) for rank in range(size)]
     for found in ranks.gather(values):
         assert len(found) == size and all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
+    for rounds in ranks.rounds:
+        assert len(rounds) == math.ceil(math.log2(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 9, 12, 16])
+def test_every_rank_gets_parts_of_all_lengths_in_few_rounds(size: int) -> None:
+    ranks = Ranks(size)
+    parts = [torch.arange(rank, 3 * rank + 1) for rank in range(size)]
+    for found in ranks.gather(parts, [part.numel() for part in parts]):
+        assert len(found) == size and all(torch.equal(one, other) for one, other in zip(found, parts, strict=True))
     for rounds in ranks.rounds:
         assert len(rounds) == math.ceil(math.log2(size))
 

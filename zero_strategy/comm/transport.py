@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -158,9 +159,21 @@ class Collectives(ABC):
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
-        assert self.group is not None
         with transport_errors():
-            return _all_gather_objects(value, self.group, torch.device(self.device))
+            return _unpickled(self._gather_bytes(_pickled(value)))
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order."""
+        # A gather takes one size from all ranks, so the longest message is found first, and the others are padded.
+        device = torch.device("cpu") if self.device == "cpu" else gpu_of_group(self.group)
+        lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=self.group)
+        counts = [int(length) for length in lengths]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+        padded[: len(message)] = _tensor_of(message)
+        everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends; from any thread."""
@@ -199,20 +212,22 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def _all_gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's picklable `value`, in rank order.
+def _pickled(value: Any) -> bytes:
+    """The message in which a value goes to all ranks; behind a MAC if they share a key."""
+    data, key = pickle.dumps(value), os.environ.get(KEY_VARIABLE)
+    # Only ranks that a command has started have a key. Others trust their network, as torch does.
+    return data if key is None else _seal(data, key)
+
+
+def _unpickled(messages: list[bytes]) -> list[Any]:
+    """The values of all ranks' messages.
 
     Raises:
         RuntimeError: If the ranks share a key and a message was not sent by one of them.
     """
-    size = dist.get_world_size(group)
     key = os.environ.get(KEY_VARIABLE)
-    # Only ranks that a command has started have a key. Others trust their network, as torch does.
     if key is None:
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, value, group=group)
-        return values
-    messages = _gather_bytes(_seal(pickle.dumps(value), key), group, size, device)
+        return [pickle.loads(message) for message in messages]
     # All of them are checked before anything is unpickled.
     for rank, message in enumerate(messages):
         if not hmac.compare_digest(message, _seal(message[_MAC_BYTES:], key)):
@@ -227,38 +242,62 @@ def _seal(data: bytes, key: str) -> bytes:
     return hmac.digest(key.encode(), data, "sha256") + data
 
 
-def _gather_bytes(message: bytes, group: dist.ProcessGroup, size: int, device: torch.device) -> list[bytes]:
-    # A gather takes one size from all ranks, so the longest message is found first, and the others are padded.
-    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
-    counts = [int(length) for length in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+def _tensor_of(message: bytes) -> Tensor:
     # A bytearray, since torch warns of memory that cannot be written to.
-    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    everyone: list[Tensor] = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(tensor[:count].cpu().numpy()) for tensor, count in zip(everyone, counts)]
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def gather_by_doubling(
-    value: Tensor, rank: int, size: int, swap: Callable[[Tensor, int, Tensor, int], None]
-) -> list[Tensor]:
-    """Every rank's value, in rank order, in log2(size) rounds; in round k from the rank 2^k further on (Bruck's way).
+Swap = Callable[[Tensor, int, Tensor, int], None]
+"""Sends a tensor to a rank while another one fills from a rank."""
+
+
+def gather_by_doubling(value: Tensor, rank: int, size: int, swap: Swap) -> list[Tensor]:
+    """Every rank's value, in rank order, in log2(size) rounds.
 
     Args:
         value: This rank's; of the same shape on all.
         rank: This one.
         size: Number of ranks.
-        swap: Sends a tensor to a rank while another one fills from a rank.
+        swap: Carries out one round.
     """
-    rows = value.new_empty((size, value.numel()))  # row i: the value of the i-th rank from this one on
-    rows[0] = value.reshape(-1)
+    count = value.numel()
+    flat = value.new_empty(size * count)
+    flat[:count] = value.reshape(-1)
+    _fill_by_doubling(flat, range(0, (size + 1) * count, count) if count else [0] * (size + 1), rank, size, swap)
+    # A few operations, however many ranks there are: it is in every step.
+    return list(flat.view(size, count).roll(rank, 0).view(size, *value.shape).unbind())
+
+
+def gather_parts_by_doubling(part: Tensor, lengths: Sequence[int], rank: int, size: int, swap: Swap) -> list[Tensor]:
+    """Every rank's part, in rank order, as `gather_by_doubling`.
+
+    Args:
+        part: This rank's; flat.
+        lengths: Elements of each rank's part; the same on all.
+        rank, size, swap: As there.
+    """
+    ends = list(accumulate((lengths[(rank + place) % size] for place in range(size)), initial=0))
+    flat = part.new_empty(ends[-1])
+    flat[: ends[1]] = part
+    _fill_by_doubling(flat, ends, rank, size, swap)
+    places = ((other - rank) % size for other in range(size))
+    return [flat[ends[place] : ends[place + 1]] for place in places]
+
+
+def _fill_by_doubling(flat: Tensor, ends: Sequence[int], rank: int, size: int, swap: Swap) -> None:
+    """Fill a tensor that begins with this rank's part; in round k from the rank 2^k further on (Bruck's way).
+
+    Args:
+        flat: In place i is the part of the i-th rank from this one on.
+        ends: Where places begin, and the last one ends.
+        rank, size, swap: See `gather_by_doubling`.
+    """
     have = 1
     while have < size:
         count = min(have, size - have)  # the last round brings what is missing, if size is no power of two
-        swap(rows[:count], (rank - have) % size, rows[have : have + count], (rank + have) % size)
+        room = flat[ends[have] : ends[have + count]]
+        swap(flat[: ends[count]], (rank - have) % size, room, (rank + have) % size)
         have += count
-    return [rows[(other - rank) % size].view(value.shape) for other in range(size)]
 
 
 class HostCollectives(Collectives):
@@ -322,18 +361,31 @@ class HostCollectives(Collectives):
         self.exchange([value] * self.size, values := self._room_for_all(value))
         return values
 
-    def _swap(self, sent: Tensor, target: int, room: Tensor, source: int) -> None:
-        tag = 1 + sent.nbytes % (1 << 30)  # see `_exchange_by_gloo`
+    def _swap(self, sent: Tensor, target: int, room: Tensor, source: int, first_tag: int = 1) -> None:
+        into, out_of = (first_tag + tensor.nbytes % (1 << 30) for tensor in (room, sent))  # see `_exchange_by_gloo`
         with transport_errors():
             works: list[Any] = [
-                dist.irecv(room.view(torch.uint8), group=self.group, group_src=source, tag=tag),
-                dist.isend(sent.view(torch.uint8), group=self.group, group_dst=target, tag=tag),
+                dist.irecv(room.view(torch.uint8), group=self.group, group_src=source, tag=into),
+                dist.isend(sent.view(torch.uint8), group=self.group, group_dst=target, tag=out_of),
             ]
             for work in works:
                 work.wait()
 
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """See `Collectives`. Among many ranks by doubling: gloo's own gather goes round them all, twice."""
+        if self.size <= MOST_DIRECT:
+            return super()._gather_bytes(message)
+        # Tags of their own: a rank that is at a small message of the same size is at another call.
+        swap = partial(self._swap, first_tag=1 << 30)
+        counts = gather_by_doubling(torch.tensor([len(message)]), self.rank, self.size, swap)
+        lengths = [int(count) for count in counts]
+        parts = gather_parts_by_doubling(_tensor_of(message), lengths, self.rank, self.size, swap)
+        return [bytes(part.numpy()) for part in parts]
+
     def exchange_card(self, card: Tensor) -> list[Tensor]:
         """Exchange cards by gloo's messages alone, so that no memory is shared for it."""
+        if self.size > MOST_DIRECT:
+            return gather_by_doubling(card, self.rank, self.size, self._swap)
         cards = self._room_for_all(card)
         self._exchange_by_gloo([card] * self.size, cards)
         return cards

@@ -129,16 +129,16 @@ class SharedBuffers:
         # `frombuffer` refuses a buffer without bytes.
         return torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
 
-    def share(self, changes: Sequence[Tensor]) -> None:
+    def share(self, changes: Tensor) -> None:
         """Send rank 0's values of the buffers that any rank has changed. A collective if there are any.
 
         Args:
-            changes: `changes()` of every rank.
+            changes: `changes()` of every rank, in rows.
         """
         if not self._slots:
             return
         # The maximum: a new layout on one rank counts for more than new values on another.
-        found = torch.stack(list(changes)).amax(dim=0).tolist()
+        found = changes.amax(dim=0).tolist()
         slots = [slot for slot, change in zip(self._slots, found, strict=True) if change]
         if not slots:
             return

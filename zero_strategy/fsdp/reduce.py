@@ -440,8 +440,8 @@ class GradientReducer:
         length = message.numel()
         if self._buffers is not None:  # as DDP, not between the micro-batches of one step
             message = torch.cat([message, self._buffers.changes(shares=self._sync and compares)])
-        messages = self.mesh.control.all_gather_small(message, "the parameters that have gradients")
-        agreed = self.plan.learn([each[:length] for each in messages])
+        messages = torch.stack(self.mesh.control.all_gather_small(message, "the parameters that have gradients"))
+        agreed = self.plan.learn(messages[:, :length])
         # All ranks know now what is missing, and launch it in one order.
         for number in order:
             if agreed.late[number] or (agreed.touched[number] and number not in backward.left):
@@ -455,7 +455,7 @@ class GradientReducer:
             bucket.finish()
             bucket.hold(indices, shown=backward.seen[number])
         if self._buffers is not None:
-            self._buffers.share([each[length:] for each in messages])
+            self._buffers.share(messages[:, length:])
         return agreed
 
     def _check(self, agreed: Agreement, *, compares: bool) -> None:

@@ -119,12 +119,17 @@ class ReductionPlan:
         numbers.extend(last.get(number, _UNTOUCHED) for number in range(len(self.counts)))
         return torch.frombuffer(flags + array("h", numbers).tobytes(), dtype=torch.uint8)
 
-    def learn(self, messages: Sequence[Tensor]) -> Agreement:
-        """Combine all ranks' messages, in rank order, and make the next plan of them."""
+    def learn(self, messages: Tensor) -> Agreement:
+        """Combine all ranks' messages and make the next plan of them.
+
+        Args:
+            messages: A row for each rank, in their order: a few operations for all of them, be they thousands.
+        """
         length = sum(self.counts) + len(self.counts)
-        union = torch.stack([message[:length] for message in messages]).amax(dim=0).tolist()
-        # Copies: torch views bytes as int16 from even offsets only, and the length may be odd.
-        tails = [message[length:].clone().view(torch.int16).tolist() for message in messages]
+        union = messages[:, :length].amax(dim=0).tolist()
+        # A copy: torch views bytes as int16 from even offsets only, and the length may be odd.
+        tails = messages[:, length:].clone(memory_format=torch.contiguous_format).view(torch.int16)
+        heads = tails[:, :4].tolist()
         touched, late, offset = [], [], 0
         for count in self.counts:
             touched.append(set(compress(range(count), union[offset : offset + count])))
@@ -134,12 +139,12 @@ class ReductionPlan:
             if mine:  # a frozen bucket's absence says nothing of later backwards
                 self._history[number].append(touched[number])
         # Rank 0's, since all must take the same; after a backward without gradients there it keeps the old order.
-        positions = tails[0][4:]
+        positions = tails[0, 4:].tolist()
         if any(position != _UNTOUCHED for position in positions):
             self.order.sort(key=lambda number: positions[number])  # stable: untouched ones keep their order
-        rules = {(tail[2], tail[3]) for tail in tails} - {(0, 0)}  # zeros abstain
-        flags = reduce(or_, (tail[1] for tail in tails))
-        return Agreement(touched, late, len({tail[0] for tail in tails}) == 1, flags, len(rules) <= 1)
+        rules = {(head[2], head[3]) for head in heads} - {(0, 0)}  # zeros abstain
+        flags = reduce(or_, (head[1] for head in heads))
+        return Agreement(touched, late, len({head[0] for head in heads}) == 1, flags, len(rules) <= 1)
 
 
 class SideStream:

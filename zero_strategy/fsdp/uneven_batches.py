@@ -122,7 +122,10 @@ class SharedEvaluation:
 
     def exchange(self, number: int) -> list[int]:
         """A number of every rank."""
-        return [int(other) for other in self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))]
+        # Read at once: it comes with every gather, and there may be thousands of ranks.
+        everyone = self._mesh.control.all_gather_small(torch.tensor([number], dtype=torch.int32))
+        found: list[int] = torch.cat(everyone).tolist()
+        return found
 
     def _digest(self) -> int:
         # 30 bits, so that what is made of it with either sign fits an int32.

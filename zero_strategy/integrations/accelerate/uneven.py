@@ -307,7 +307,9 @@ class UnevenTraining:
     # ---- messages ----
 
     def _have_batches(self, mine: bool) -> list[bool]:
-        return [bool(one) for one in self._control.all_gather_small(torch.tensor([mine], dtype=torch.int8))]
+        everyone = self._control.all_gather_small(torch.tensor([mine], dtype=torch.int8))
+        found: list[bool] = torch.cat(everyone).bool().tolist()
+        return found
 
     def _exchange(self, mine: _Announced | None) -> _Announced | None:
         """Next action of the ranks with a batch; None if there are none left."""
