@@ -96,8 +96,8 @@ class Board(Protocol):
     def post(self, phase: str) -> None:
         """This rank has finished a phase."""
 
-    def wait(self, phase: str, rank: int | None = None) -> None:
-        """Returns when a rank, or every rank if None, has finished a phase."""
+    def wait(self, phase: str, rank: int | None = None, *, before: str | None = None) -> None:
+        """Returns when a rank, or every rank if None, has finished a phase; see `SaveBoard.wait`."""
 
     def posted(self, phase: str, rank: int) -> bool:
         """True if a rank has finished a phase."""
@@ -353,7 +353,7 @@ class HostPieceWriter(PieceWriter):
             text, small, update_latest, self._undecided = _unpacked(self._board.receive("described", 0))
             self._seal(text, small)
             self._board.post("sealed")
-            self._board.wait("decided", 0)
+            self._board.wait("decided", 0, before="sealed")
         except Exception:
             # The word may have come all the same: then the others rename, and so does this host.
             if not self._board.posted("decided", 0):

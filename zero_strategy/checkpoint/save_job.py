@@ -97,13 +97,16 @@ def _ask(board: SaveBoard, parent: Path, token: str) -> Sharing:
         # Before this rank looks: a file that comes later would seem to be on another host's disk.
         board.wait("placed", 0)
         sees = _is_there(parent, token, 0)
-    board.send("looked", json.dumps(sees).encode())
+    # Counted, so that rank 0 asks no rank by itself.
+    if not sees:
+        board.post("apart")
+    board.post("looked")
     if board.rank == 0:
-        others = [json.loads(board.receive("looked", rank)) for rank in range(1, board.world_size)]
-        board.send("judged", json.dumps(all(others)).encode())
-        shared = all(others)
+        board.wait("looked")
+        shared = board.count("apart") == 0
+        board.send("judged", json.dumps(shared).encode())
     else:
-        shared = json.loads(board.receive("judged", 0))
+        shared = json.loads(board.receive("judged", 0, before="looked"))
     if shared:
         return Sharing(True, 0, (0,) * board.world_size if board.rank == 0 else ())
     return _leaders(board, parent, token)
@@ -348,7 +351,7 @@ class SaveJob:
     def _await_commit(self) -> None:
         """Rank 0 may have left the program at once, and the store with it: then the directory tells."""
         try:
-            self.board.wait("committed", 0)
+            self.board.wait("committed", 0, before="written")
         except Exception as error:
             failed = isinstance(error, FailedElsewhereError) and not isinstance(error, RankLostError)
             if failed or not self.writer.is_committed():

@@ -12,6 +12,7 @@ block for the process group's timeout.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 import threading
@@ -36,9 +37,15 @@ _TELL_SECONDS = 5.0
 _PATIENCE = 10
 """Times the time-out that a rank may be there and not get on: flushing a page cache takes long, and says nothing."""
 _NEIGHBOURS = 8
-"""Ranks that each rank but the first watches during a save, beside rank 0."""
+"""Ranks that each rank watches during a save, beside rank 0."""
 _LOOKS = 20_000
-"""Messages per second that the store gets from all ranks at a meeting, at most."""
+"""Messages per second that the store gets from all ranks at a meeting, or from waits in a save, at most."""
+_SIGNS = 2 + 3 * (_NEIGHBOURS + 1)
+"""Messages in which a rank shows that it is there, and looks whether those are that it watches."""
+_REASONS = 8
+"""Failed ranks of which the others read why."""
+_LIST_SECONDS = 10.0
+"""How long a rank that leaves a meeting waits for the first one's list of those that did not come."""
 _CHUNK_BYTES = 1 << 20
 """Of a message in one value of the store, which refuses values of more than 8 MiB."""
 
@@ -79,6 +86,9 @@ class SaveBoard:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._key = f"zero_strategy/save/{key}"
         self._store: Any = store if store is not None or world_size == 1 else own_store(world_size)
+        # The store is one thread for all ranks: the more there are, the less often each of them asks it.
+        self._beat = max(_HEARTBEAT_SECONDS, min(world_size * _SIGNS / _LOOKS, timeout / 5))
+        self._longest_pause = max(_LONGEST_PAUSE, 2 * world_size / _LOOKS)
         self._phases = {"prepared", "written", "committed", "failed"}
         self._lost = lost
         self._sent: dict[str, int] = {}
@@ -92,6 +102,12 @@ class SaveBoard:
             # The own key before the count: whoever sees the count complete finds the key of any rank.
             self._store.set(f"{self._key}/{phase}/{self.rank}", "")
             self._store.add(f"{self._key}/{phase}", 1)
+
+    def count(self, phase: str) -> int:
+        """Number of ranks that have finished a phase."""
+        self._phases.add(phase)
+        # Adding nothing reads a count; `get` would wait for one that nobody has begun.
+        return 0 if self._store is None else int(self._store.add(f"{self._key}/{phase}", 0))
 
     def posted(self, phase: str, rank: int) -> bool:
         """True if a rank is known to have finished a phase."""
@@ -108,21 +124,26 @@ class SaveBoard:
         self._store.set(f"{self._key}/{name}/{self.rank}", str(len(chunks)))
         self._sent[name] = len(chunks)
 
-    def receive(self, name: str, rank: int) -> bytes:
+    def receive(self, name: str, rank: int, *, before: str | None = None) -> bytes:
         """The message of another rank, as soon as it has left it.
+
+        Args:
+            name: Of the message.
+            rank: Who leaves it.
+            before: See `wait`.
 
         Raises:
             FailedElsewhereError: As `wait`.
         """
-        self.wait(name, rank)
+        self.wait(name, rank, before=before)
         count = int(self._store.get(f"{self._key}/{name}/{rank}"))
         return b"".join(self._store.get(f"{self._key}/{name}/{rank}/{number}") for number in range(count))
 
     def progress(self, _bytes: int = 0) -> None:
-        """This rank gets on; called often, told at most once a second, by any thread."""
+        """This rank gets on; called often, told at most once a second (more rarely among many), by any thread."""
         now = time.monotonic()
         with self._lock:
-            due = self._store is not None and now - self._told > _HEARTBEAT_SECONDS
+            due = self._store is not None and now - self._told > self._beat
             if due:
                 self._told = now
         if due:
@@ -131,7 +152,7 @@ class SaveBoard:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Inside, a thread tells every second that this rank is there, whatever it waits for itself."""
+        """Inside, a thread tells now and then that this rank is there, whatever it waits for itself."""
         if self._store is None:
             yield
             return
@@ -139,7 +160,7 @@ class SaveBoard:
 
         def heartbeat() -> None:
             with contextlib.suppress(Exception):  # the store is gone: who waits here will notice
-                while not over.wait(_HEARTBEAT_SECONDS):
+                while not over.wait(self._beat):
                     self._store.add(f"{self._key}/alive/{self.rank}", 1)
 
         thread = threading.Thread(target=heartbeat, name="checkpoint-alive", daemon=True)
@@ -155,17 +176,25 @@ class SaveBoard:
         if self._store is not None:
             # The reason before the count, which the others look at first.
             self._store.set(f"{self._key}/failed/{self.rank}", reason)
+            number = self._store.add(f"{self._key}/failing", 1)
+            if number <= _REASONS:
+                self._store.set(f"{self._key}/failing/number {number}", str(self.rank))
             self._store.add(f"{self._key}/failed", 1)
 
-    def wait(self, phase: str, rank: int | None = None) -> None:
+    def wait(self, phase: str, rank: int | None = None, *, before: str | None = None) -> None:
         """Returns when a rank, or every rank if None, has finished a phase.
+
+        Args:
+            phase: What is finished.
+            rank: The rank, or None.
+            before: What that rank waits for all ranks to finish before. Among many it watches a few of them, as all do.
 
         Raises:
             FailedElsewhereError: If a rank has failed, with its reason; or shows no sign of work, naming it.
         """
         if self._store is None:
             return
-        watch = _Watch(self._store, self._key, self.timeout, self._lost)
+        watch = _Watch(self._store, self._key, self.timeout, self._beat, self._lost)
         pause, begun, told = 0.0005, time.monotonic(), False
         while not self._finished(phase, rank):
             # A rank that has failed never finishes the phase.
@@ -175,26 +204,34 @@ class SaveBoard:
                 told = True
                 whom = "other ranks" if rank is None else f"rank {rank}"
                 print(f"rank {self.rank}: waiting for {whom} to finish a checkpoint before exit", file=sys.stderr)
-            watch.look(phase, [rank] if rank is not None else self._neighbours(), self.rank)
+            watch.look(self._watched(phase, rank, before))
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
+            pause = min(pause * 1.5, self._longest_pause)
+
+    def _watched(self, phase: str, rank: int | None, before: str | None) -> list[tuple[str, int]]:
+        """Phases and ranks to watch during a wait."""
+        if rank is None:
+            return [(phase, other) for other in self._neighbours()]
+        # Where rank 0 is a neighbour of all it sees for itself who is lost.
+        further = self._neighbours() if before is not None and self.world_size > _NEIGHBOURS + 1 else []
+        return [(phase, rank), *((before or phase, other) for other in further if other != rank)]
 
     def _neighbours(self) -> list[int]:
-        """Ranks to watch: rank 0, which commits, watches all; others a few, lest messages grow as ranks squared."""
-        if self.rank == 0:
-            return list(range(1, self.world_size))
+        """Ranks to watch: a few behind this one, and rank 0. So every rank is watched, and no rank watches many."""
         found = {(self.rank + step) % self.world_size for step in range(1, _NEIGHBOURS + 1)} | {0}
         return sorted(found - {self.rank})
 
     def check(self) -> None:
         """Raises FailedElsewhereError if another rank has failed."""
-        # Adding nothing reads a count; `get` would wait for one that nobody has begun.
-        if self._store is None or self._store.add(f"{self._key}/failed", 0) == 0:
+        if self.count("failed") == 0:
             return
+        # Of the first few: where a save fails on all ranks, each of them would read the reasons of all.
         reasons = {}
-        for rank in range(self.world_size):
-            if rank != self.rank and self._store.check([f"{self._key}/failed/{rank}"]):
-                reasons[rank] = self._store.get(f"{self._key}/failed/{rank}").decode()
+        for number in range(1, _REASONS + 1):
+            if self._store.check([f"{self._key}/failing/number {number}"]):
+                rank = int(self._store.get(f"{self._key}/failing/number {number}"))
+                if rank != self.rank:
+                    reasons[rank] = self._store.get(f"{self._key}/failed/{rank}").decode()
         if reasons:
             raise FailedElsewhereError(f"failed on other rank(s): {reasons}")
 
@@ -210,12 +247,15 @@ class SaveBoard:
         if self._store is not None:
             local = [f"{name}/{self.rank}" for name in ["alive", "progress", *self._phases, *self._sent]]
             local += [f"{name}/{self.rank}/{number}" for name, count in self._sent.items() for number in range(count)]
-            for name in [*local, *(self._phases if self.rank == 0 else ())]:
+            common = [*self._phases] if self.rank == 0 else []
+            if self.rank == 0 and self.count("failed"):
+                common += ["failing", *(f"failing/number {number}" for number in range(1, _REASONS + 1))]
+            for name in [*local, *common]:
                 self._store.delete_key(f"{self._key}/{name}")
 
     def _finished(self, phase: str, rank: int | None) -> bool:
         if rank is None:
-            return bool(self._store.add(f"{self._key}/{phase}", 0) >= self.world_size)
+            return self.count(phase) >= self.world_size
         return bool(self._store.check([f"{self._key}/{phase}/{rank}"]))
 
 
@@ -236,19 +276,25 @@ def own_store(world_size: int) -> Any:
 class _Watch:
     """Time at which the ranks that are waited for last showed that they are there, and that they get on."""
 
-    def __init__(self, store: Any, key: str, timeout: float, lost: Callable[[int], str]) -> None:
-        self._store, self._key, self._timeout, self._lost = store, key, timeout, lost
+    def __init__(self, store: Any, key: str, timeout: float, beat: float, lost: Callable[[int], str]) -> None:
+        self._store, self._key, self._timeout, self._beat, self._lost = store, key, timeout, beat, lost
         self._seen: dict[tuple[str, int], tuple[int, float]] = {}
         self._next = 0.0
 
-    def look(self, phase: str, ranks: list[int], local: int) -> None:
+    def look(self, watched: Sequence[tuple[str, int]]) -> None:
+        """See after ranks, if that is due.
+
+        Args:
+            watched: Phases, and ranks that are to finish them.
+
+        Raises:
+            RankLostError: If one of them never will.
+        """
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + _HEARTBEAT_SECONDS
-        for rank in ranks:
-            if rank == local:
-                continue
+        self._next = now + self._beat
+        for phase, rank in watched:
             lost = self._lost(rank)  # before the next line: a rank may have finished and then ended
             if self._store.check([f"{self._key}/{phase}/{rank}"]):
                 continue
@@ -376,9 +422,16 @@ class StoreBarrier:
             # The last to count itself in again answers, in case a rank came while it was out.
             self._count_in(store, key, call)
             return
-        absent = [rank for rank in range(self.world_size) if not self._was_there(store, key, rank, came)]
+        # Before it leaves: whoever looks for absent ranks yet finds this one.
+        lists = store.add(f"{key}/leaving", 1) == 1
+        absent = None if lists else self._listed(store, key, came)
+        if absent is None:
+            absent = [rank for rank in range(self.world_size) if not self._was_there(store, key, rank, came)]
+        left = store.add(f"{key}/events", 1)
+        if lists:
+            store.set(f"{key}/absent", json.dumps({"left": left, "ranks": absent}))
         store.add(f"{key}/as/{call}", -1)
-        store.set(f"{key}/left/{self.rank}", str(store.add(f"{key}/events", 1)))
+        store.set(f"{key}/left/{self.rank}", str(left))
         store.delete_key(f"{key}/{self.rank}")
         # Called once more, this rank comes to the same meeting, where the others will look for it.
         self._round -= 1
@@ -390,6 +443,20 @@ class StoreBarrier:
         raise BarrierError(
             f"{waited} and rank(s) {absent} did not come. Call it on every rank (not under `if rank == 0`)."
         )
+
+    def _listed(self, store: Any, key: str, came: int) -> list[int] | None:
+        """The absent ranks as the first one to leave has found them; one asks the store for all N ranks, not each.
+
+        None if it does not tell, or had left before this rank came: then others are absent.
+        """
+        deadline, pause = time.monotonic() + _LIST_SECONDS, max(0.02, self.world_size / _LOOKS)
+        while not store.check([f"{key}/absent"]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+        found = json.loads(store.get(f"{key}/absent"))
+        ranks: list[int] = found["ranks"]
+        return ranks if found["left"] > came and self.rank not in ranks else None
 
     @staticmethod
     def _was_there(store: Any, key: str, rank: int, came: int) -> bool:
@@ -414,7 +481,8 @@ def next_number(what: str) -> int:
 def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -> None:
     """Compare named values with those of all other ranks, over the process group's store; needs no group of its own.
 
-    Every rank sends its values to the store once and reads one answer: rank 0 compares.
+    Every rank leaves its values in the store, counts itself in, by a digest of them as well, and reads one answer. The
+    last one gives it; it reads the others' values only where they differ.
 
     Args:
         name: Keeps comparisons apart; equal on all ranks, and used once.
@@ -430,34 +498,36 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
     store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     prefix, limit = f"zero_strategy/{name}", timedelta(seconds=timeout)
     call = f"the construction of a ZeroEngine needs all {world} ranks"
-    if rank == 0:
-        ranks = range(1, world)
-        try:
-            store.wait([f"{prefix}/{other}" for other in ranks], limit)
-        except dist.DistStoreError:
-            absent = [other for other in ranks if not store.check([f"{prefix}/{other}"])]
-            problem = {
-                "kind": "absent",
-                "text": f"{call}; rank 0 waited {timeout:g} s, and rank(s) {absent} did not come",
-            }
-        else:
-            everyone = [dict(values), *(json.loads(store.get(f"{prefix}/{other}")) for other in ranks)]
-            problem = {"kind": "different", "text": _differences(everyone)}
-            for other in ranks:
-                store.delete_key(f"{prefix}/{other}")
-        store.set(f"{prefix}/answer", json.dumps(problem))
-    else:
-        store.set(f"{prefix}/{rank}", json.dumps(dict(values)))
-        try:
-            # Longer than rank 0, which answers only when it has waited for all, or has given them up.
-            store.wait([f"{prefix}/answer"], limit + timedelta(seconds=5))
-        except dist.DistStoreError:
+    text = json.dumps(dict(values))
+    alike = f"{prefix}/as/{hashlib.sha256(text.encode()).hexdigest()}"
+    store.set(f"{prefix}/{rank}", text)
+    store.add(alike, 1)
+    # The count of arrivals comes last: whoever completes it finds the values of every rank.
+    if store.add(f"{prefix}/arrived", 1) == world:
+        differ = store.add(alike, 0) != world
+        everyone = [json.loads(store.get(f"{prefix}/{other}")) for other in range(world)] if differ else []
+        _answer_first(store, prefix, {"kind": "different", "text": _differences(everyone)})
+    try:
+        # Rank 0 gives up first, and says whom it has missed; the others wait for that.
+        store.wait([f"{prefix}/answer"], limit if rank == 0 else limit + timedelta(seconds=5))
+    except dist.DistStoreError:
+        if rank != 0:
             raise BarrierError(f"{call}; rank {rank} waited {timeout:g} s, and rank 0 did not come") from None
-        problem = json.loads(store.get(f"{prefix}/answer"))
-    if problem["kind"] == "absent":
+        absent = [other for other in range(world) if not store.check([f"{prefix}/{other}"])]
+        said = f"{call}; rank 0 waited {timeout:g} s, and rank(s) {absent} did not come"
+        _answer_first(store, prefix, {"kind": "absent", "text": said})
+    problem = json.loads(store.get(f"{prefix}/answer"))
+    if problem["kind"] == "absent":  # one that comes yet may still want to read the values
         raise BarrierError(problem["text"])
+    store.delete_key(f"{prefix}/{rank}")
     if problem["text"]:
         raise ValueError(f"ranks were given different settings: {problem['text']}. Give all ranks the same")
+
+
+def _answer_first(store: Any, prefix: str, problem: dict[str, str]) -> None:
+    """Leave the answer, unless somebody else does: the last rank may come in the moment in which rank 0 gives up."""
+    if store.add(f"{prefix}/answered", 1) == 1:
+        store.set(f"{prefix}/answer", json.dumps(problem))
 
 
 def _differences(everyone: list[dict[str, str]]) -> str:
