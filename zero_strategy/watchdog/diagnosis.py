@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -165,8 +165,11 @@ class Report:
     sees: tuple[int, ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        """A form for JSON."""
-        return asdict(self)
+        """A form for JSON. It is sent often, so thousands of ranks are a few numbers in it."""
+        values = asdict(self)
+        if self.wait is not None:
+            values["wait"].update(ranks=_as_runs(self.wait.ranks), group=_as_runs(self.wait.group))
+        return {**values, "sees": _as_runs(self.sees)}
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Report:
@@ -178,8 +181,8 @@ class Report:
             for track, rows in values.pop("recent").items()
         }
         if wait is not None:
-            wait = Wait(**{**wait, "ranks": (*wait["ranks"],), "group": (*wait["group"],)})
-        return cls(**{**values, "sees": (*values["sees"],)}, recent=recent, wait=wait)
+            wait = Wait(**{**wait, "ranks": _from_runs(wait["ranks"]), "group": _from_runs(wait["group"])})
+        return cls(**{**values, "sees": _from_runs(values["sees"])}, recent=recent, wait=wait)
 
     def position(self) -> str:
         """The position in words."""
@@ -187,6 +190,23 @@ class Report:
         if self.note:
             return self.note
         return f"waits in {self.wait.what}{site}" if self.wait is not None else f"is in no collective{site}"
+
+
+def _as_runs(ranks: Sequence[int]) -> list[list[int]]:
+    """Ranks as runs of equal steps: first, step and number of each."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and (runs[-1][2] == 1 or rank == runs[-1][0] + runs[-1][1] * runs[-1][2]):
+            first, step, count = runs[-1]
+            runs[-1] = [first, rank - first if count == 1 else step, count + 1]
+        else:
+            runs.append([rank, 0, 1])
+    return runs
+
+
+def _from_runs(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The inverse."""
+    return tuple(first + step * place for first, step, count in runs for place in range(count))
 
 
 RankLabels = Callable[[int], str]

@@ -94,14 +94,34 @@ class Group:
         if self.on_device:
             self._backend.abort()
             return
-        # Gloo's own way to end transfers from one rank to another is that a wait runs out of time. A connection that is
-        # broken already refuses at once, and says nothing to the others.
+        # Gloo's own way to end transfers is that a wait runs out of time, which closes all connections of the group. A
+        # connection that is broken already refuses at once, and says nothing to the others.
         gloo: Any = self._backend
-        for peer in range(gloo.size()):
-            if peer != gloo.rank():
-                with contextlib.suppress(RuntimeError):
-                    buffer = torch.empty(1, dtype=torch.uint8)
-                    gloo.recv([buffer], peer, _BREAKING_TAG).wait(timedelta(milliseconds=1))
+        for peer in _to_break(gloo.rank(), gloo.size()):
+            try:
+                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAKING_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if _OUT_OF_TIME in str(error):
+                    return
+
+
+_OUT_OF_TIME = "Timed out waiting"
+"""Part of gloo's message when a wait runs out of time."""
+_ALL_CONNECTED = 8
+"""Ranks of a group of gloo in which each has a connection to each; see `comm.process_group`."""
+
+
+def _to_break(rank: int, size: int) -> list[int]:
+    """Ranks of a group by which its connections may be broken.
+
+    Among many, those of small messages, with which it is connected from the beginning. To ask another one would make a
+    connection, which the other has to make, too.
+    """
+    if size <= _ALL_CONNECTED:
+        return [peer for peer in range(size) if peer != rank]
+    steps = [1 << place for place in range((size - 1).bit_length())]
+    found = dict.fromkeys((rank + sign * step) % size for step in steps for sign in (1, -1))
+    return [peer for peer in found if peer != rank]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -172,7 +173,7 @@ class Watchdog:
             on_failure: See `add_break`.
             compared: Different ones of the same number are a failure. Not where one may be given up (`withdraw`).
         """
-        track = CollectiveLog(self, f"{name} {'-'.join(map(str, ranks))}", ranks, compared)
+        track = CollectiveLog(self, f"{name} {_key_of(ranks)}", ranks, compared)
         self._tracks.append(weakref.ref(track))
         if on_failure is not None:
             self.add_break(on_failure)
@@ -485,6 +486,12 @@ class Watchdog:
 
     def _peers(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self.rank]
+
+
+def _key_of(ranks: Sequence[int]) -> str:
+    """Ranks, by a name that is equal on all of them; short, as it is in every report."""
+    text = "-".join(map(str, ranks))
+    return text if len(ranks) <= _READERS else f"{len(ranks)} ranks {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _said(error: BaseException) -> str:
