@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.process_group import init_distributed
 from zero_strategy.comm.transport import HostCollectives
 
 
@@ -27,21 +28,45 @@ def sockets() -> int:
     return found
 
 
+def every_collective(number: int, ranks: int) -> None:
+    """Collectives that users call on the default group, whose ranks connect as they need each other."""
+    total = torch.tensor([float(number)])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(ranks))
+    values = [torch.zeros(1) for _ in range(ranks)]
+    dist.all_gather(values, torch.tensor([float(number)]))
+    assert [value.item() for value in values] == list(range(ranks))
+    dist.all_to_all_single(swapped := torch.zeros(ranks), torch.full((ranks,), float(number)))
+    assert swapped.tolist() == list(range(ranks))
+    dist.gather(torch.tensor([float(number)]), values if number == 1 else None, dst=1)
+    dist.scatter(swapped[:1], values if number == 1 else None, src=1)
+    assert swapped[0].item() == number
+    dist.broadcast_object_list(told := [number], src=ranks - 1)
+    assert told == [ranks - 1]
+    everyone: list[object] = [None] * ranks
+    dist.all_gather_object(everyone, number)
+    assert everyone == list(range(ranks))
+    dist.monitored_barrier()
+
+
 def rank(number: int, ranks: int, folder: Path) -> None:
     """One rank: groups, a gather of objects, and small messages of a step."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks)
-    dist.barrier()
     before = sockets()
+    init_distributed("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks, verbose=False)
+    dist.barrier()
+    started, before = sockets() - before, sockets()
     mesh = Mesh.build(replicate=1, shard=ranks, timeout=120.0, barrier_seconds=120.0, name="many")
     made = sockets() - before
     dist.barrier()  # or a rank that is ahead connects to one that is still counting
     mesh.warm_up(torch.device("cpu"))
-    assert mesh.control.all_gather_objects(number) == list(range(ranks))
+    said = ["rank " * (1 + 100 * other) for other in range(ranks)]
+    assert mesh.control.all_gather_objects(said[number]) == said
     for step in range(3):
         flags = HostCollectives(mesh.control.group).all_gather_small(torch.tensor([number, step]))
         assert [flag.tolist() for flag in flags] == [[other, step] for other in range(ranks)]
-    found = {"made": made, "used": sockets() - before}
+    found = {"started": started, "made": made, "used": sockets() - before}
     dist.barrier()
+    every_collective(number, ranks)
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
 

@@ -151,10 +151,13 @@ def init_distributed(
         occupy(gpu_of_local_rank(place.local_rank))
     if verbose and rank == 0:
         print(f"zero_strategy: {place.world_size} ranks started by {place.launcher}, backend {backend}", flush=True)
-    with connecting_by_gloo():
+    with connecting_by_gloo(), connecting_late(place.world_size > MOST_DIRECT):
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
         )
+    if dist.get_backend() == dist.Backend.GLOO:
+        # An address that other ranks cannot reach is named here, and not at the first collective.
+        try_connections(dist.group.WORLD)
 
 
 _JOB_PORTS = range(15000, 25000)
