@@ -1,0 +1,61 @@
+"""Forks as many real ranks as are asked for, each of which trains and prints what its control plane has sent.
+
+python real_ranks.py RANKS FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.device.control_plane import CountedStore, DeviceAlike, Tally, counted_messages, train
+from zero_strategy.comm import collectives, store
+from zero_strategy.comm.process_group import init_distributed
+from zero_strategy.runtime.torch_private import default_store
+
+
+def rank(number: int, ranks: int, folder: Path) -> None:
+    """One rank: every message of its control plane goes to the others, and is counted on its way."""
+    init_distributed("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks, verbose=False)
+    tally = Tally()
+    with (
+        patch.object(store, "default_store", lambda: CountedStore(default_store(), tally)),
+        patch.object(collectives, "HostCollectives", type("Counted", (DeviceAlike,), {"tally": tally})),
+        counted_messages(tally, answered=False),
+    ):
+        train(tally, folder, stage=3)
+    found = {
+        event: {
+            "store": sent.store,
+            "messages": sent.messages,
+            "peers": sorted(sent.peers),
+            "collectives": sorted([kind, size, count] for (kind, size), count in sent.collectives.items()),
+        }
+        for event, sent in tally.events.items()
+    }
+    (folder / f"{number}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def main() -> None:
+    """Fork and wait."""
+    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+    children = []
+    for number in range(ranks):
+        if (child := os.fork()) == 0:
+            torch.set_num_threads(1)
+            rank(number, ranks, folder)
+            os._exit(0)
+        children.append(child)
+    assert not any(os.waitpid(child, 0)[1] for child in children)
+    print(json.dumps([json.loads((folder / f"{number}.json").read_text()) for number in range(ranks)]))
+
+
+if __name__ == "__main__":
+    main()
