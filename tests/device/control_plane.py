@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.fake_ranks import Mirror
 from tests.engine.nets import loss_of, net
-from zero_strategy.checkpoint import CheckpointPlan, Manifest, SaveWriter
+from zero_strategy.checkpoint import CheckpointPlan, Manifest, SaveWriter, save_job
 from zero_strategy.checkpoint.save_job import SavePlaces
 from zero_strategy.comm import collectives
 from zero_strategy.comm.gloo_address import _LATE
@@ -39,7 +39,8 @@ class Sent:
     """Messages of one event.
 
     Attributes:
-        store: Operations on the key-value store, by name; each is one message, and one answer.
+        store: Operations on the key-value store, by name; each is one message, and one answer. "read": a count, by
+            adding nothing.
         messages: Messages from this rank to others.
         peers: Ranks of a group that it sends to or receives from.
         collectives: Of torch and of the tensors' transport, by kind and number of ranks.
@@ -78,10 +79,10 @@ class Tally(TorchDispatchMode):
         self.now.operations += 1
         return func(*args, **(kwargs or {}))
 
-    def asks(self, operation: str, keys: int = 1) -> None:
+    def asks(self, operation: str, *arguments: Any) -> None:
         """Note a message to the store."""
-        self.now.store[operation] += 1
-        self.now.keys = max(self.now.keys, keys)
+        self.now.store["read" if operation == "add" and not arguments[1] else operation] += 1
+        self.now.keys = max(self.now.keys, len(arguments[0]) if isinstance(arguments[0], list) else 1)
 
 
 class CountedStore:
@@ -101,7 +102,7 @@ class CountedStore:
             return found
 
         def call(*arguments: Any) -> Any:
-            self._tally.asks(name, len(arguments[0]) if isinstance(arguments[0], list) else 1)
+            self._tally.asks(name, *arguments)
             return found(*arguments)
 
         return call
@@ -132,12 +133,12 @@ class MirrorOfAll(Mirror):
 
     def set(self, key: str, value: Any) -> None:
         """See `Mirror`."""
-        self._tally.asks("set")
+        self._tally.asks("set", key)
         super().set(key, value)
 
     def get(self, key: str) -> bytes:
         """See `Mirror`."""
-        self._tally.asks("get")
+        self._tally.asks("get", key)
         if key in self.data:
             return self.data[key]
         if key.endswith("/answer"):
@@ -146,14 +147,16 @@ class MirrorOfAll(Mirror):
 
     def add(self, key: str, amount: int) -> int:
         """See `Mirror`."""
-        self._tally.asks("add")
+        self._tally.asks("add", key, amount)
         found = super().add(key, amount)
+        if key.endswith("/answered"):
+            return amount  # one rank answers for all
         # The first one to come finds nobody but itself; whoever is last is told by the sum.
         return amount if self._arrives == "first" and key.endswith("/arrived") and amount else found
 
     def check(self, keys: list[str]) -> bool:
         """See `Mirror`. An answer is there at the second look."""
-        self._tally.asks("check", len(keys))
+        self._tally.asks("check", keys)
         for key in keys:
             if key.endswith("/answer") and key not in self._looked:
                 self._looked.add(key)
@@ -162,11 +165,11 @@ class MirrorOfAll(Mirror):
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """See `Mirror`."""
-        self._tally.asks("wait", len(keys))
+        self._tally.asks("wait", keys)
 
     def deleteKey(self, key: str) -> bool:
         """See `Mirror`."""
-        self._tally.asks("delete_key")
+        self._tally.asks("delete_key", key)
         return super().deleteKey(key)
 
     def clone(self) -> MirrorOfAll:
@@ -294,6 +297,10 @@ class Unwritten(SaveWriter):
         return None
 
 
+WIDTH = 32
+"""Of a model of which each of a dozen ranks has a part: one without any says so before every save."""
+
+
 def train(tally: Tally, folder: Path, **settings: Any) -> None:
     """An engine from its making to its end: two steps, two saves, a barrier."""
 
@@ -301,14 +308,14 @@ def train(tally: Tally, folder: Path, **settings: Any) -> None:
         places._sharing(place, board, token, known)  # once per folder
         return Unwritten(place.path, rank=board.rank, world_size=board.world_size, token=token)
 
-    model = net(depth=3)
+    model = net(depth=3, width=WIDTH)
     with tally.event("build"):
         engine = ZeroEngine(model, load_config(units={"min_numel": 0}, **settings))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
     for name in ("first step", "step"):
         with tally.event(name):
-            loss_of(model(torch.ones(4, 6))).backward()
+            loss_of(model(torch.ones(4, WIDTH))).backward()
             engine.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -340,6 +347,7 @@ def fake_control_plane(rank: int, world: int, arrives: Arrives) -> Iterator[Tall
         with (
             patch.object(dist, "new_group", group_of),
             patch.object(collectives, "HostCollectives", counted),
+            patch.object(save_job, "_is_there", lambda *asked: True),  # the mark that rank 0 has left in the folder
             counted_messages(tally, answered=True),
         ):
             yield tally

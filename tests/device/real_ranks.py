@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # the first optimizer of a process loads it: once for all of these
 import torch.distributed as dist
 
 from tests.device.control_plane import CountedStore, DeviceAlike, Tally, counted_messages, train
@@ -29,7 +30,8 @@ def rank(number: int, ranks: int, folder: Path) -> None:
         patch.object(collectives, "HostCollectives", type("Counted", (DeviceAlike,), {"tally": tally})),
         counted_messages(tally, answered=False),
     ):
-        train(tally, folder, stage=3)
+        # Nobody is slow: a watchdog that has to look would ask the store.
+        train(tally, folder, stage=3, watchdog={"wait_seconds": 600.0})
     found = {
         event: {
             "store": sent.store,

@@ -155,9 +155,9 @@ def init_distributed(
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=place.rank, world_size=place.world_size, timeout=timeout
         )
-    if dist.get_backend() == dist.Backend.GLOO:
+    if (group := default_group()) is not None and dist.get_backend(group) == dist.Backend.GLOO:
         # An address that other ranks cannot reach is named here, and not at the first collective.
-        try_connections(dist.group.WORLD)
+        try_connections(group)
 
 
 _JOB_PORTS = range(15000, 25000)
