@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.process_group import init_distributed
 from zero_strategy.comm.transport import HostCollectives
+from zero_strategy.watchdog.flight_recorder import TransportError
 
 
 def sockets() -> int:
@@ -49,6 +50,17 @@ def every_collective(number: int, ranks: int) -> None:
     dist.monitored_barrier()
 
 
+def break_connections(mesh: Mesh, number: int) -> None:
+    """One rank fails: it breaks its connections, as every rank does whose wait ends by that."""
+    try:
+        if number != 3:  # of more than eight ranks it has no connection to rank 0
+            mesh.control.all_gather_small(torch.tensor([number]))
+            raise AssertionError("a gather without rank 3")
+    except TransportError as error:
+        assert "Timed out waiting" not in str(error), error
+    mesh.control.abort()
+
+
 def rank(number: int, ranks: int, folder: Path) -> None:
     """One rank: groups, a gather of objects, and small messages of a step."""
     before = sockets()
@@ -67,6 +79,7 @@ def rank(number: int, ranks: int, folder: Path) -> None:
     found = {"started": started, "made": made, "used": sockets() - before}
     dist.barrier()
     every_collective(number, ranks)
+    break_connections(mesh, number)
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
 
