@@ -20,13 +20,17 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import Communicator, PendingWork
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.layout import BucketLayout, Piece
+from zero_strategy.fsdp.released import CountedWrites
+from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.quantized.float8 import float8_class
 from zero_strategy.runtime.torch_private import (
     in_backward,
@@ -38,8 +42,25 @@ from zero_strategy.runtime.torch_private import (
     without_grad,
 )
 
-if TYPE_CHECKING:
-    from zero_strategy.fsdp.param_bucket import ParameterBucket
+
+class Float8Bucket(Protocol):
+    """Weights of float8 layers alone; see `ParameterBucket`."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    mesh: Mesh
+    layout: BucketLayout
+    slice: slice
+    slice_pieces: tuple[Piece, ...]
+    shard: ShardStorage
+    flat: Tensor
+    dtype: torch.dtype
+    device: torch.device
+    gathered: bool
+    float8: GatheredFloat8 | None
+
+    @property
+    def writes(self) -> CountedWrites: ...
 
 
 @functools.cache
@@ -215,7 +236,7 @@ class GatheredFloat8:
         read_on_demand: Gathers the bucket's values, as `unshard_on_demand` does; the unsharder's.
     """
 
-    def __init__(self, bucket: ParameterBucket, layers: Sequence[Any], scales: WeightScales) -> None:
+    def __init__(self, bucket: Float8Bucket, layers: Sequence[Any], scales: WeightScales) -> None:
         self.bucket, self.layers, self.scales = bucket, list(layers), scales
         self.gathered = False
         self.on_demand: Callable[[], object] = _nothing
@@ -411,7 +432,7 @@ def _cast(values: Tensor, scale: Tensor, codes: Tensor) -> None:
         place.copy_(scaled.clamp_(-most, most))
 
 
-def gather_in_float8(buckets: Sequence[ParameterBucket], layers: dict[int, nn.Module], ranks: Communicator) -> None:
+def gather_in_float8(buckets: Sequence[Float8Bucket], layers: dict[int, nn.Module], ranks: Communicator) -> None:
     """Let the buckets of these layers' weights be gathered in float8.
 
     Args:
