@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -37,6 +38,35 @@ def test_scales_become_parameters_and_plain_tensors_again(kind: str) -> None:
     assert [name for name, _ in net.named_parameters()] == names
     assert torch.equal(net(x), expected) and not same_bits(net.state_dict(), before)
     assert not any(isinstance(getattr(m.weight, "absmax", None), Scale) for m in net.modules() if hasattr(m, "weight"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "torn", "named"),
+    [
+        ("nf4", "absmax", r"blocks.0.base.weight.absmax has \d+ elements, .* ask for \d+"),
+        ("nf4-double", "nested", r"blocks.0.base.weight.nested_absmax has 0 elements, .* ask for 1"),
+        ("nf4-double", "no nested", r"blocks.0.base.weight.absmax is of uint8, .* there is no weight.nested_absmax"),
+        ("nf4", "weight", r"blocks.0.base.weight has \d+ elements, .* ask for \d+"),
+        ("int8", "SCB", r"blocks.0.base.SCB has \d+ elements, .* ask for \d+"),
+    ],
+)
+def test_torn_scales_are_named(kind: str, torn: str, named: str) -> None:
+    net = Net(kind)
+    base: Any = net.blocks[0].base
+    state = getattr(base.weight, "quant_state", None)
+    if torn == "absmax":
+        state.absmax = state.absmax[:-1]
+    elif torn == "nested":
+        state.state2.absmax = state.state2.absmax[:-1]
+    elif torn == "no nested":
+        state.state2, state.nested = None, False
+    elif torn == "weight":
+        base.weight.data = base.weight.data[:-1]
+    else:
+        base.weight.SCB = base.weight.SCB[:-1]
+    with pytest.raises(ValueError, match=named):
+        attach_scales(net)
+    assert not any(isinstance(parameter, Scale) for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)

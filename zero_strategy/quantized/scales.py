@@ -16,6 +16,7 @@ The library is recognised by the names of its classes: nothing of it is imported
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -142,15 +143,22 @@ def _has_other_parts(module: nn.Module, weight: Any) -> bool:
     return any(own.get(f"weight.{name}") is not part for name, part in inner_tensors(weight).items())
 
 
-def attach_scales(root: nn.Module) -> None:
+def attach_scales(root: nn.Module, prefix: str = "") -> None:
     """Make parameters of all scales below `root`. Those that are parameters already stay what they are.
 
+    Args:
+        root: The module.
+        prefix: What its names in messages begin with.
+
     Raises:
-        ValueError: If a layer is not quantised yet, quantises its weight in every forward, or cannot be saved; names
-            it.
+        ValueError: If a layer is not quantised yet, quantises its weight in every forward, cannot be saved, or has
+            other numbers of values than its weight's shape and block size ask for; names it.
     """
     # All of them before anything changes: a refusal leaves the module as it was.
     found = [(module, list(slots_of(name, module))) for name, module in root.named_modules()]
+    for (name, module), (_, slots) in zip(root.named_modules(), found, strict=True):
+        if slots:
+            _check_counts(f"{prefix}{name}", module)
     tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
     for module, slots in found:
         for slot in slots:
@@ -243,6 +251,34 @@ def slots_of(name: str, module: nn.Module) -> Iterator[Slot]:
     if getattr(holder, "SCB", None) is None:
         raise ValueError(_unquantised(name, module))
     yield Slot(module, "SCB", holder, "SCB")
+
+
+def _check_counts(name: str, module: nn.Module) -> None:
+    """Raise unless a weight has all its values and scales: the library's kernels read as many as its shape asks for."""
+    weight: Any = module.weight
+    if library_class(weight, "Params4bit"):
+        state = weight.quant_state
+        numel = math.prod(state.shape)
+        blocks = -(-numel // state.blocksize)
+        wanted = {"weight": -(-numel // 2) // weight.dtype.itemsize, "weight.absmax": blocks}
+        given = {"weight": weight.numel(), "weight.absmax": state.absmax.numel()}
+        if state.state2 is not None:
+            wanted["weight.nested_absmax"] = -(-blocks // state.state2.blocksize)
+            given["weight.nested_absmax"] = state.state2.absmax.numel()
+        elif state.absmax.dtype == torch.uint8:
+            raise ValueError(
+                f"{name}.weight.absmax is of uint8, as scales are that are quantised themselves, and there is no "
+                "weight.nested_absmax: quantise the weight again, or take the whole file"
+            )
+    else:
+        holder: Any = module.state if library_class(module, "Linear8bitLt") else weight
+        wanted, given = {"SCB": weight.shape[0]}, {"SCB": holder.SCB.numel()}
+    for part, count in wanted.items():
+        if given[part] != count:
+            raise ValueError(
+                f"{name}.{part} has {given[part]} elements, and the weight's shape and block size ask for {count}: "
+                "something of it is missing. Quantise the weight again, or take the whole file"
+            )
 
 
 def _unquantised(name: str, module: nn.Module) -> str:

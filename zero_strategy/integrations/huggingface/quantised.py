@@ -239,7 +239,7 @@ class WeightQuantiser:
         return self._attached(target, layer)
 
     def _attached(self, target: str, layer: Any) -> dict[str, nn.Parameter]:
-        attach_scales(layer)
+        attach_scales(layer, target.removesuffix(".weight"))
         found = {f"{target.removesuffix('weight')}{name}": p for name, p in layer.named_parameters() if name != "bias"}
         # transformers initialises what is not marked so.
         layer._is_hf_initialized = all(name != "bias" for name, _ in layer.named_parameters())
