@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -67,6 +68,8 @@ class Float8Bucket(Protocol):
 def _codes_class() -> Any:
     """The class of weights that layers are given; torchao is imported with it."""
     library: Any = importlib.import_module("torchao.float8.float8_training_tensor")
+    product_of_layers = importlib.import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
+    products = {product_of_layers.forward.__code__, product_of_layers.backward.__code__}
 
     class GatheredCodes(library.Float8TrainingTensor):
         """torchao's tensor, whose codes are released after a forward, and are there again when a backward uses them.
@@ -91,7 +94,8 @@ def _codes_class() -> Any:
             mine = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             product = func is torch.ops.aten.mm.default
             if not (product and all(isinstance(each, library.Float8TrainingTensor) for each in args)):
-                if func not in _ALIASES:
+                # Of the layer's product: autocast casts its factors, which torchao's tensors answer for themselves.
+                if func not in _ALIASES and _asker(sys._getframe(1)) not in products:
                     args, kwargs = tree_map(lambda leaf: leaf.values() if type(leaf) is cls else leaf, (args, kwargs))
                     return func(*args, **kwargs)
             for each in mine:
@@ -116,6 +120,13 @@ _ALIASES = frozenset(
     getattr(torch.ops.aten, name).default for name in ("t", "detach", "alias", "view", "_unsafe_view", "as_strided")
 )
 """Operations of autograd's and the layer's own whose results share the memory of codes."""
+
+
+def _asker(frame: FrameType | None) -> CodeType | None:
+    """The code that an operation is called by, modes left out."""
+    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 class _Part:
