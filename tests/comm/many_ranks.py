@@ -6,14 +6,13 @@ python many_ranks.py RANKS FOLDER
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.comm.forked import fork_ranks
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.comm.process_group import init_distributed
 from zero_strategy.comm.transport import HostCollectives
@@ -61,7 +60,7 @@ def break_connections(mesh: Mesh, number: int) -> None:
     mesh.control.abort()
 
 
-def rank(number: int, ranks: int, folder: Path) -> None:
+def rank(number: int, ranks: int, folder: Path) -> dict[str, int]:
     """One rank: groups, a gather of objects, and small messages of a step."""
     before = sockets()
     init_distributed("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks, verbose=False)
@@ -80,24 +79,9 @@ def rank(number: int, ranks: int, folder: Path) -> None:
     dist.barrier()
     every_collective(number, ranks)
     break_connections(mesh, number)
-    (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
-
-
-def main() -> None:
-    """Fork and wait."""
-    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
-    children = []
-    for number in range(ranks):
-        if (child := os.fork()) == 0:
-            torch.set_num_threads(1)
-            rank(number, ranks, folder)
-            os._exit(0)
-        children.append(child)
-    assert not any(os.waitpid(child, 0)[1] for child in children)
-    found = [json.loads((folder / f"{number}.json").read_text()) for number in range(ranks)]
-    print(json.dumps({key: max(one[key] for one in found) for key in found[0]}))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    fork_ranks(rank)

@@ -5,23 +5,20 @@ python real_ranks.py RANKS FOLDER
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-import torch
-import torch._dynamo  # the first optimizer of a process loads it: once for all of these
 import torch.distributed as dist
 
+from tests.comm.forked import fork_ranks
 from tests.device.control_plane import CountedStore, DeviceAlike, Tally, counted_messages, train
 from zero_strategy.comm import collectives, store
 from zero_strategy.comm.process_group import init_distributed
 from zero_strategy.runtime.torch_private import default_store
 
 
-def rank(number: int, ranks: int, folder: Path) -> None:
+def rank(number: int, ranks: int, folder: Path) -> dict[str, Any]:
     """One rank: every message of its control plane goes to the others, and is counted on its way."""
     init_distributed("gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks, verbose=False)
     tally = Tally()
@@ -41,23 +38,9 @@ def rank(number: int, ranks: int, folder: Path) -> None:
         }
         for event, sent in tally.events.items()
     }
-    (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
-
-
-def main() -> None:
-    """Fork and wait."""
-    ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
-    children = []
-    for number in range(ranks):
-        if (child := os.fork()) == 0:
-            torch.set_num_threads(1)
-            rank(number, ranks, folder)
-            os._exit(0)
-        children.append(child)
-    assert not any(os.waitpid(child, 0)[1] for child in children)
-    print(json.dumps([json.loads((folder / f"{number}.json").read_text()) for number in range(ranks)]))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    fork_ranks(rank)

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -19,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.comm.forked import found_by_forks
 from tests.device.control_plane import Arrives, Sent, sent_by
 
 WORLDS = (8, 64, 512, 4096)
@@ -101,13 +98,7 @@ SCRIPT = Path(__file__).with_name("real_ranks.py")
 
 @pytest.mark.parametrize("world", [2, 4, 8, 12])
 def test_real_ranks_send_what_the_fake_ones_do(world: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(world), str(tmp_path)],
-        capture_output=True, text=True, timeout=240, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    real = json.loads(done.stdout.splitlines()[-1])
+    real = found_by_forks(SCRIPT, world, tmp_path)
     for place, rank in (("first", 0), ("middle", world // 2 - 1), ("last", world - 1)):
         first, last = (sent("stage 3", world, place, arrives) for arrives in ("first", "last"))
         for event, found in real[rank].items():

@@ -18,30 +18,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import Communicator, PendingWork
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.float8_codes import Transposed, WeightPart, codes_class
 from zero_strategy.fsdp.layout import BucketLayout, Piece
 from zero_strategy.fsdp.released import CountedWrites
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.quantized.float8 import float8_class
-from zero_strategy.runtime.torch_private import (
-    in_backward,
-    in_transform,
-    outside_transforms,
-    tree_leaves,
-    tree_map,
-    version_of,
-    without_grad,
-)
+from zero_strategy.runtime.torch_private import callers, foreach_norm, in_transform, outside_transforms, without_grad
 
 
 class Float8Bucket(Protocol):
@@ -62,130 +53,6 @@ class Float8Bucket(Protocol):
 
     @property
     def writes(self) -> CountedWrites: ...
-
-
-@functools.cache
-def _codes_class() -> Any:
-    """The class of weights that layers are given; torchao is imported with it."""
-    library: Any = importlib.import_module("torchao.float8.float8_training_tensor")
-    product_of_layers = importlib.import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
-    products = {product_of_layers.forward.__code__, product_of_layers.backward.__code__}
-
-    class GatheredCodes(library.Float8TrainingTensor):
-        """torchao's tensor, whose codes are released after a forward, and are there again when a backward uses them.
-
-        The layer multiplies with it, and autograd holds it meanwhile. To others, such as hooks that pack what autograd
-        saves, it is the parameter's values.
-
-        Attributes:
-            part: The weight.
-        """
-
-        part: _Part
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-            """Compute with codes that are there, or with values.
-
-            Raises:
-                RuntimeError: If the module is gone that they belong to, or the parameter has been written to.
-            """
-            kwargs = kwargs or {}
-            mine = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-            product = func is torch.ops.aten.mm.default
-            if not (product and all(isinstance(each, library.Float8TrainingTensor) for each in args)):
-                # Of the layer's product: autocast casts its factors, which torchao's tensors answer for themselves.
-                if func not in _ALIASES and _asker(sys._getframe(1)) not in products:
-                    args, kwargs = tree_map(lambda leaf: leaf.values() if type(leaf) is cls else leaf, (args, kwargs))
-                    return func(*args, **kwargs)
-            for each in mine:
-                each.part.check()
-                each.part.source.need()
-            found = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in _ALIASES:
-                found.__class__, found.part = cls, mine[0].part
-            return found
-
-        def values(self) -> Tensor:
-            """The parameter's values, gathered where they are not here. A collective then."""
-            return self.part.source.values_like(self.part.index, self._data)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return self.values().clone().__reduce_ex__(protocol)
-
-    return GatheredCodes
-
-
-_ALIASES = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("t", "detach", "alias", "view", "_unsafe_view", "as_strided")
-)
-"""Operations of autograd's and the layer's own whose results share the memory of codes."""
-
-
-def _asker(frame: FrameType | None) -> CodeType | None:
-    """The code that an operation is called by, modes left out."""
-    while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
-        frame = frame.f_back
-    return None if frame is None else frame.f_code
-
-
-class _Part:
-    """One weight of a bucket, as graphs hold it: without the engine.
-
-    Args:
-        source: The bucket.
-        index: Of the parameter in it.
-    """
-
-    def __init__(self, source: GatheredFloat8, index: int) -> None:
-        self._source, self.index = ref(source), index
-        self._parameter = source.bucket.parameters[index]
-        self._version = version_of(self._parameter)
-
-    @property
-    def source(self) -> GatheredFloat8:
-        """The bucket.
-
-        Raises:
-            RuntimeError: If the module is gone.
-        """
-        if (source := self._source()) is None:
-            raise RuntimeError(
-                "backward through a module that is gone, and whose weights stage 3 has released: keep the module until "
-                "backward is over"
-            )
-        return source
-
-    def check(self) -> None:
-        """Raise if a backward would find other values than its forward, as torch does for what it has saved."""
-        if in_backward() and version_of(self._parameter) != self._version:
-            raise RuntimeError(
-                f"parameter {self.source.bucket.names[self.index]!r}, which a forward has used, has been modified by "
-                "an inplace operation before its backward"
-            )
-
-
-class _Transposed(torch.autograd.Function):
-    """A transposed weight in float8 as a function of the parameter that it was cast from; gradients pass unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, weight: Callable[[], Tensor]) -> Tensor:
-        """The weight, (in_features, out_features)."""
-        return weight()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient is the parameter's, (out_features, in_features).
-
-        Raises:
-            RuntimeError: Where the graph of gradients is asked for: it would end here.
-        """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True through a float8 layer whose weight was gathered in float8: second derivatives "
-                "need its values. Set communication.parameters to 'values'"
-            )
-        return gradients[0].t(), None
 
 
 class WeightScales:
@@ -223,7 +90,7 @@ class WeightScales:
         largest = torch.zeros(ranks * self._count, dtype=torch.float32, device=self._gathers[0].bucket.device)
         if own:
             # The norm of order infinity is the largest absolute value, and NaN if a value is.
-            found = [each.float() for each in torch._foreach_norm([values for _, values in own], float("inf"))]
+            found = [each.float() for each in foreach_norm([values for _, values in own], float("inf"))]
             places = torch.tensor([number for number, _ in own]).to(largest.device, non_blocking=True)
             largest[rank * self._count : (rank + 1) * self._count].index_copy_(0, places, torch.stack(found))
         self._communicator.all_gather(largest, of="largest values of float8 weights").wait()
@@ -266,6 +133,16 @@ class GatheredFloat8:
         """Counts of writes to the parameters as codes were made."""
         self._pending: PendingWork | None = None
         self._first = scales.add(self)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the weights, in bucket order."""
+        return self.bucket.names
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weights, in bucket order."""
+        return self.bucket.parameters
 
     @property
     def pending(self) -> bool:
@@ -398,23 +275,18 @@ class GatheredFloat8:
         """
         if not self.gathered or in_transform() or not self._is_reader(index, asker):
             return None
-        found: Tensor = _Transposed.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
+        found: Tensor = Transposed.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
         return found
 
     def _is_reader(self, index: int, frame: FrameType | None) -> bool:
-        for _ in range(3):  # modes are between
-            if frame is None:
-                return False
-            if frame.f_code is self._readers[index]:
-                return frame.f_locals.get("self") is self.layers[index]
-            frame = frame.f_back
-        return False
+        asking = (caller for caller in callers(frame) if caller.f_code is self._readers[index])
+        return any(caller.f_locals.get("self") is self.layers[index] for caller in asking)
 
     def _weight(self, index: int) -> Tensor:
         library: Any = importlib.import_module("torchao.float8.float8_training_tensor")
         segment, layer = self.bucket.layout.segments[index], self.layers[index]
         codes = self._codes[segment.offset : segment.stop].view(self._kinds[index][0]).view(segment.shape)
-        weight: Any = _codes_class()(
+        weight: Any = codes_class()(
             # `.data` has a version of its own: a backward shall not take the gather before it for a write.
             codes.data.t(),
             self._shown[self._kinds[index]][index],
@@ -422,7 +294,7 @@ class GatheredFloat8:
             linear_mm_config=layer.linear_mm_config,
             gemm_input_role=library.GemmInputRole.WEIGHT,
         )
-        weight.part = _Part(self, index)
+        weight.part = WeightPart(self, index)
         found: Tensor = weight
         return found
 

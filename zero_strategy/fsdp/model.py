@@ -752,7 +752,7 @@ class ShardedModel:
             yield [bucket for unit in units for bucket in unit.buckets]
             if until_step and self.unsharder is not None:
                 for unit in units:
-                    self.unsharder.hold_for_backward(unit)
+                    self.unsharder.hold_until_step(unit)
         finally:
             for unit in units:
                 unit.pinned -= 1

@@ -48,6 +48,7 @@ from zero_strategy.runtime.metadata_calls import METADATA, STRIDES
 from zero_strategy.runtime.torch_private import (
     SAME_DTYPE_CHECK,
     DisableTorchFunctionSubclass,
+    callers,
     qualified_name,
     tree_leaves,
 )
@@ -579,35 +580,17 @@ def _is_cpu(value: Any) -> bool:
 
 def _is_sender(frame: FrameType | None) -> bool:
     """True if a package that sends memory by its address asks for one."""
-    for _ in range(3):  # modes are between
-        if frame is None:
-            return False
-        if f"{frame.f_globals.get('__name__', '')}.".startswith(_SENDERS):
-            return True
-        frame = frame.f_back
-    return False
+    return any(f"{each.f_globals.get('__name__', '')}.".startswith(_SENDERS) for each in callers(frame))
 
 
 def _in_collective(frame: FrameType | None) -> bool:
     """True if torch.distributed asks: its functions look whether a tensor is complex before they send it."""
-    for _ in range(3):  # modes are between
-        if frame is None:
-            return False
-        if str(frame.f_globals.get("__name__", "")).startswith(_COLLECTIVES):
-            return True
-        frame = frame.f_back
-    return False
+    return any(str(each.f_globals.get("__name__", "")).startswith(_COLLECTIVES) for each in callers(frame))
 
 
 def _is_compared(frame: FrameType | None) -> bool:
     """True if torch.distributed compares the dtypes of the tensors in a collective's lists: before it sends them."""
-    for _ in range(3):  # modes are between
-        if frame is None:
-            return False
-        if frame.f_code is SAME_DTYPE_CHECK:
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code is SAME_DTYPE_CHECK for each in callers(frame))
 
 
 def _sends(func: Callable[..., Any], asker: FrameType) -> bool:

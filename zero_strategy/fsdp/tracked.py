@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_strategy.fsdp.ownership import place_of
 from zero_strategy.quantized.scales import CastByLibrary, is_asked_by_library
+from zero_strategy.runtime.torch_private import callers
 
 GET_DATA: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -104,10 +105,4 @@ def untrack_classes(parameters: Iterable[nn.Parameter]) -> None:
 
 def is_asked_by_parameter(frame: FrameType | None) -> bool:
     """True if `nn.Parameter(parameter)` asks for values, which wants a result of the argument's class."""
-    for _ in range(5):  # the frames of modes are between
-        if frame is None:
-            return False
-        if frame.f_code is _NEW_PARAMETER:
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code is _NEW_PARAMETER for each in callers(frame, 5))

@@ -303,9 +303,9 @@ class Unsharder:
         codes.finish_unshard()
 
     def _hold(self, unit: Unit) -> None:
-        """Keep a unit whole for a backward that may follow, or to the end of a forward after which there is none."""
+        """Keep a unit whole for backwards that may follow, or to the end of a forward after which there is none."""
         if self._grad_began or torch.is_grad_enabled() or in_backward():
-            self.hold_for_backward(unit)
+            self.hold_until_step(unit)
         else:
             unit.depth += 1
             self._borrowed.append(unit)
@@ -398,7 +398,7 @@ class Unsharder:
         else:
             self.release_unused()
 
-    def hold_for_backward(self, unit: Unit) -> None:
+    def hold_until_step(self, unit: Unit) -> None:
         """Code outside of the unit's forward has computed with its parameters: keep them until a step changes them.
 
         Nothing shows when the last backward through such a graph is over: there may be another one, or other losses.

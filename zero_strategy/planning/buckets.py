@@ -158,8 +158,8 @@ class BucketFacts:
     reduce_dtype: torch.dtype
     master: bool
     handed: int
-    state_bits: tuple[int, ...] = ()
-    gathered_itemsize: int = 0
+    state_bits: tuple[int, ...]
+    gathered_itemsize: int
 
     @property
     def in_float8(self) -> bool:

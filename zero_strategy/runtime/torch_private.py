@@ -304,6 +304,13 @@ def is_called_by_compiled_code() -> bool:
     return False
 
 
+def callers(frame: FrameType | None, most: int = 3) -> Iterator[FrameType]:
+    """A frame that calls torch, and those around it: torch's modes may be between an operation and who asks for it."""
+    while frame is not None and most > 0:
+        yield frame
+        frame, most = frame.f_back, most - 1
+
+
 def qualified_name(op: Any) -> str:
     """ "namespace::name" of an op packet or overload; "" for anything else."""
     return str(getattr(op, "_qualified_op_name", ""))
@@ -424,7 +431,7 @@ AnyBatchNorm = _BatchNorm
 
 def is_compiled(module: nn.Module) -> bool:
     """True if `torch.compile` has been told to compile the module, in place or as a module of torch's around it."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return is_compiled_in_place(module) or type(module).__name__ == "OptimizedModule"
 
 
 def is_compiling() -> bool:
