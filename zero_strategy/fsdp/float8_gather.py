@@ -136,7 +136,7 @@ class GatheredFloat8:
 
     @property
     def names(self) -> list[str]:
-        """Of the weights, in bucket order."""
+        """Names of the weights, in bucket order."""
         return self.bucket.names
 
     @property
