@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Cluster:
     def run(self, *words: str) -> str:
         """A command on the first host; what it prints."""
         command = ["ip", "netns", "exec", self.hosts[0].namespace, *words]
-        done = subprocess.run(command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -58,7 +59,7 @@ class Cluster:
         words = ["sh", "-c", f"mount -t tmpfs none /sys/fs/cgroup && exec slurmd -D -N {host.name}"]
         host.start(words, self.env, self.folder / f"slurmd-{host.name}.log")
 
-    def wait(self, what: str, there: Callable[[], object], seconds: float = 90) -> None:
+    def wait(self, what: str, there: Callable[[], object], seconds: float = 240) -> None:
         """Return when something is so.
 
         Raises:
@@ -94,7 +95,8 @@ def slurm_cluster(folder: Path, names: tuple[str, str] | None = None, **env: str
         names: Of the nodes; default: some of their own.
         **env: Further variables of jobs.
     """
-    with two_hosts(names) as pair:
+    # slurmstepd binds a socket in its spool folder, and ends without a word if the path is longer than 107 characters.
+    with two_hosts(names) as pair, tempfile.TemporaryDirectory(prefix="spool") as spool:
         table = "".join(f"{host.address} {host.name}\n" for host in pair)
         configured = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": _PATH, **env}
         cluster = Cluster(folder, pair, configured)
@@ -102,8 +104,8 @@ def slurm_cluster(folder: Path, names: tuple[str, str] | None = None, **env: str
             for host in pair:
                 (_NAMES / host.namespace).mkdir(parents=True)
                 (_NAMES / host.namespace / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
-                (folder / f"spool-{host.name}").mkdir()
-            _configure(folder, pair)
+                Path(spool, host.name).mkdir()
+            _configure(folder, spool, pair)
             pair[0].start(["slurmctld", "-D"], configured, folder / "slurmctld.log")
             for host in pair:
                 cluster.start_node(host)
@@ -123,7 +125,7 @@ def _answers(cluster: Cluster) -> bool:
         return False
 
 
-def _configure(folder: Path, pair: tuple[Host, Host]) -> None:
+def _configure(folder: Path, spool: str, pair: tuple[Host, Host]) -> None:
     nodes = "".join(
         f"NodeName={host.name} NodeAddr={host.address} CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 RealMemory=1000 "
         "Gres=gpu:2\n"
@@ -141,7 +143,7 @@ AuthInfo=cred_expire=5
 CredType=cred/none
 SlurmUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc

@@ -79,12 +79,12 @@ def test_one_of_two_hosts_is_lost(ranks: Launcher, tmp_path: Path) -> None:
         endpoint = f"{first.address}:29400"
         for host, log in zip((first, second), logs):
             start(host, 2, host is first, endpoint, options, log)
-        wait_for_checkpoint(folder, logs[:2], 120)
+        wait_for_checkpoint(folder, logs[:2], 240)
         second.lose()
-        assert first.processes[0].wait(60) != 0, "the other one ends by itself"
+        assert first.processes[0].wait(120) != 0, "the other one ends by itself"
         assert re.search(r"DesyncError: .*rank 1", logs[0].read_text()), logs[0].read_text()
         start(first, 1, True, endpoint, options, logs[2])
-        assert first.processes[1].wait(90) == 0, logs[2].read_text()
+        assert first.processes[1].wait(180) == 0, logs[2].read_text()
     found = losses(folder)
     together = [line["loss"] for line in found if line["ranks"] == 2]
     alone = [line for line in found if line["ranks"] == 1]
@@ -93,6 +93,7 @@ def test_one_of_two_hosts_is_lost(ranks: Launcher, tmp_path: Path) -> None:
     assert [line["loss"] for line in alone] == pytest.approx(expected[SAVE_EVERY:], rel=1e-6)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("face", ["lightning", "accelerate", "transformers"])
 def test_faces_under_torchrun_on_two_hosts(tmp_path: Path, face: str) -> None:
     if reason := why_not():
@@ -103,5 +104,5 @@ def test_faces_under_torchrun_on_two_hosts(tmp_path: Path, face: str) -> None:
             endpoint = f"{hosts[0].address}:29400"
             start(host, 2, host is hosts[0], endpoint, [face, str(folder)], log, script=str(FACES))
         for host, log in zip(hosts, logs, strict=True):
-            assert host.processes[0].wait(120) == 0, log.read_text()
+            assert host.processes[0].wait(400) == 0, log.read_text()
     assert trained(read_results(folder)) == trained(on_one_host(tmp_path, face, 2))
