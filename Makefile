@@ -81,6 +81,8 @@ test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -m pytest --tier quick $(PYTEST_ARGS)
 
 # The sbatch files and the guide's commands on a Slurm of this machine's own, with two hosts in network namespaces; as root, on Debian.
+cluster: export ZERO_STRATEGY_TEST_SLURM = 1
+cluster: export OMP_NUM_THREADS = 1
 cluster: $(STAMP)
 	command -v slurmctld slurmd sbatch >/dev/null || { apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurmctld slurmd slurm-client; }

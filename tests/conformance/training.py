@@ -24,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.conformance import inference_server, offline
 
 STEPS = 6
+FOUR_BITS: dict[str, Any] = {
+    "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32,
+}  # fmt: skip
 COMPARED = ("loss", "grad_norm", "eval_loss", "reward", "kl", "rewards/margins", "completions/mean_length")
 """What is compared of the numbers that a Trainer logs."""
 
@@ -63,6 +66,37 @@ def sft(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any], **more: 
         model=offline.causal_model(), args=arguments, train_dataset=texts(96, "text"), eval_dataset=texts(16, "text"),
         processing_class=offline.tokenizer(), **more, **extra,
     )  # fmt: skip
+
+
+def sft_qlora(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any], **bits: Any) -> Any:
+    """Supervised fine-tuning of a LoRA adapter on weights of 4 bits (TRL, PEFT and bitsandbytes)."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig, SFTTrainer
+
+    import zero_strategy.integrations.transformers as ours
+
+    files = Path(folder) / "base"
+    offline.causal_model().save_pretrained(files)
+    config = BitsAndBytesConfig(**bits) if bits else BitsAndBytesConfig(load_in_4bit=True, **FOUR_BITS)
+    options = {"dtype": torch.float32, "quantization_config": config}
+    if extra:
+        model = ours.from_pretrained(AutoModelForCausalLM, files, **options)
+        # TRL casts adapters to bfloat16, and plain training then has no copy of them in float32.
+        extra = {"zero_config": {**extra["zero_config"], "precision": {"master_weights": False}}}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(files, **options)
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    arguments = SFTConfig(**common(folder, max_length=32, eval_strategy="steps", eval_steps=3))
+    return wrap(SFTTrainer)(
+        model=model, args=arguments, train_dataset=texts(96, "text"), eval_dataset=texts(16, "text"),
+        processing_class=offline.tokenizer(), peft_config=adapter(), **extra,
+    )  # fmt: skip
+
+
+def sft_lora_int8(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
+    """The same on weights of 8 bits."""
+    return sft_qlora(wrap, folder, extra, load_in_8bit=True)
 
 
 def sft_lora(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
@@ -157,6 +191,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "transformers-peft-lora": peft_lora,
     "trl-sft": sft,
     "trl-sft-lora": sft_lora,
+    "trl-sft-qlora": sft_qlora,
+    "trl-sft-lora-int8": sft_lora_int8,
     "trl-dpo": dpo,
     "trl-grpo": grpo,
     "trl-grpo-server": grpo_with_server,

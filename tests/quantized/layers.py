@@ -107,6 +107,11 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     ]
 
 
+def quantisation(how: str) -> Any:
+    """transformers' settings, by a key of `SETTINGS` or `WRAPPED`."""
+    return TorchAoConfig(WRAPPED[how]()) if how in WRAPPED else BitsAndBytesConfig(**SETTINGS[how])
+
+
 def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
     """A quantised model from files with an adapter, by transformers' own `from_pretrained` or by this package's.
 
@@ -116,8 +121,7 @@ def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
         how: A key of `SETTINGS`.
         ours: By this package's.
     """
-    config: Any = TorchAoConfig(WRAPPED[how]()) if how in WRAPPED else BitsAndBytesConfig(**SETTINGS.get(how, {}))
-    options: dict[str, Any] = {"quantization_config": config} if how else {}
+    options: dict[str, Any] = {"quantization_config": quantisation(how)} if how else {}
     read = from_pretrained if ours else (lambda cls, *rest, **more: cls.from_pretrained(*rest, **more))
     base = read(AutoModelForCausalLM, path, dtype=torch.float32, **options)
     # As PEFT's own preparation does: 16-bit parameters aside, nothing is cast.

@@ -48,6 +48,8 @@ def test_scales_become_parameters_and_plain_tensors_again(kind: str) -> None:
         ("nf4-double", "no nested", r"blocks.0.base.weight.absmax is of uint8, .* there is no weight.nested_absmax"),
         ("nf4", "weight", r"blocks.0.base.weight has \d+ elements, .* ask for \d+"),
         ("int8", "SCB", r"blocks.0.base.SCB has \d+ elements, .* ask for \d+"),
+        ("nf4", "nan", r"blocks.0.base.weight.absmax has 1 of \d+ elements that are not finite"),
+        ("nf4-double", "inf", r"blocks.0.base.weight.nested_absmax has 1 of 1 elements that are not finite"),
     ],
 )
 def test_torn_scales_are_named(kind: str, torn: str, named: str) -> None:
@@ -60,6 +62,10 @@ def test_torn_scales_are_named(kind: str, torn: str, named: str) -> None:
         state.state2.absmax = state.state2.absmax[:-1]
     elif torn == "no nested":
         state.state2, state.nested = None, False
+    elif torn == "nan":
+        state.absmax[0] = torch.nan
+    elif torn == "inf":
+        state.state2.absmax[0] = torch.inf
     elif torn == "weight":
         base.weight.data = base.weight.data[:-1]
     else:

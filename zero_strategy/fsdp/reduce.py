@@ -34,6 +34,7 @@ from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, ReductionPlan
 from zero_strategy.fsdp.released import trained
 from zero_strategy.fsdp.unshard import Unsharder
+from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
 
 
@@ -226,7 +227,12 @@ class GradientReducer:
         bucket = self.buckets[number]
         backward.awaited.discard(hook)
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            assert keeps_dtype(parameter), f"no gradient of {bucket.bucket.names[index]}"
+            raise ValueError(
+                f"{bucket.bucket.names[index]} requires a gradient since the engine was made, and is quantised: its "
+                "layer gives none. Freeze it again (requires_grad_(False)) and train an adapter"
+            )
         if backward.divide_by != 1:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
         reduces = self._sync or not self.per_step

@@ -151,14 +151,16 @@ def attach_scales(root: nn.Module, prefix: str = "") -> None:
         prefix: What its names in messages begin with.
 
     Raises:
-        ValueError: If a layer is not quantised yet, quantises its weight in every forward, cannot be saved, or has
-            other numbers of values than its weight's shape and block size ask for; names it.
+        ValueError: If a layer is not quantised yet, quantises its weight in every forward, cannot be saved, has other
+            numbers of values than its weight's shape and block size ask for, or scales that are no finite numbers;
+            names it.
     """
     # All of them before anything changes: a refusal leaves the module as it was.
     found = [(module, list(slots_of(name, module))) for name, module in root.named_modules()]
     for (name, module), (_, slots) in zip(root.named_modules(), found, strict=True):
         if slots:
             _check_counts(f"{prefix}{name}", module)
+            _check_finite(f"{prefix}{name}", slots)
     tables: dict[tuple[torch.dtype, torch.device, bytes], Tensor] = {}
     for module, slots in found:
         for slot in slots:
@@ -278,6 +280,18 @@ def _check_counts(name: str, module: nn.Module) -> None:
             raise ValueError(
                 f"{name}.{part} has {given[part]} elements, and the weight's shape and block size ask for {count}: "
                 "something of it is missing. Quantise the weight again, or take the whole file"
+            )
+
+
+def _check_finite(name: str, slots: list[Slot]) -> None:
+    for slot in slots:
+        value = slot.value
+        if value.is_meta or not value.is_floating_point() or isinstance(value, Scale):
+            continue
+        if wrong := int((~value.isfinite()).sum()):
+            raise ValueError(
+                f"{name}.{slot.key} has {wrong} of {value.numel()} elements that are not finite, as after a damaged "
+                "read or of a weight that had such values: quantise the weight again, or take the whole file"
             )
 
 

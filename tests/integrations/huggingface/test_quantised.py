@@ -22,7 +22,7 @@ from tests.integrations.huggingface.test_pretrained import Live, saved
 from tests.integrations.huggingface.training import difference, history, resume, rows, run, trainer_of
 from tests.integrations.lightning import trainers
 from tests.launcher import Launcher
-from tests.quantized.layers import KINDS, SETTINGS, quantised, same_bits
+from tests.quantized.layers import KINDS, SETTINGS, quantisation, quantised, same_bits
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.huggingface.quantised import WeightQuantiser
 from zero_strategy.integrations.transformers import from_pretrained, pipeline_layers
@@ -163,9 +163,9 @@ def test_a_run_goes_on_at_another_number_of_ranks(ranks: Launcher, tmp_path: Pat
         assert all(float((whole[1][n].double() - v.double()).abs().max()) < 1e-5 for n, v in gone_on[1].items())
 
 
-def peak(path: str) -> dict[str, int]:
+def peak(path: str, how: str) -> dict[str, int]:
     transformers.logging.set_verbosity_error()
-    options = {"quantization_config": BitsAndBytesConfig(**SETTINGS["nf4-double"])}
+    options = {"quantization_config": quantisation(how)}
     with fresh_state(), Live() as live:
         model = from_pretrained(AutoModelForCausalLM, path, dtype=torch.bfloat16, **options)
         for parameter in model.parameters():
@@ -175,17 +175,18 @@ def peak(path: str) -> dict[str, int]:
         accelerator.prepare(model)
         units = accelerator.engine(model).model.units
         slices = sum(b.weights.numel * b.weights.dtype.itemsize for unit in units for b in unit.buckets)
-        names = [{name for bucket in unit.buckets for name in bucket.names} for unit in units]
-        numels = {n: m.in_features * m.out_features for n, m in model.named_modules() if hasattr(m, "quant_state")}
-        largest = max(sum(2 * numel for n, numel in numels.items() if f"{n}.weight" in unit) for unit in names)
+        linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+        units = [{name.partition(".weight")[0] for bucket in unit.buckets for name in bucket.names} for unit in units]
+        largest = max(sum(2 * m.in_features * m.out_features for n, m in linear.items() if n in unit) for unit in units)
         return {"made": made, "beyond": live.peak - slices, "unit": largest}
 
 
-def test_no_rank_ever_has_more_than_a_unit(ranks: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["nf4-double", "fp4-double", "int8", "torchao-int8"])
+def test_no_rank_ever_has_more_than_a_unit(ranks: Launcher, tmp_path: Path, how: str) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=48, num_key_value_heads=2, **shape))
     model.to(torch.bfloat16).save_pretrained(tmp_path)
-    for found in ranks(2)(peak, str(tmp_path)):
+    for found in ranks(2)(peak, str(tmp_path), how):
         assert found["made"] < found["unit"]
         assert found["beyond"] <= found["unit"]
 

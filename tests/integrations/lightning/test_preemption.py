@@ -181,6 +181,7 @@ def in_slurm(folder: Path) -> Iterator[None]:
 def requeued(tmp: str, number: int, culprits: list[int]) -> dict[str, Any]:
     expected = run(f"{tmp}/whole", 3, Dropping())
     environment = SLURMEnvironment(requeue_signal=signal.Signals(number))
+    signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and Lightning leaves it so
     before = signal.getsignal(number)
     with in_slurm(Path(tmp)):
         first = run(tmp, 3, Kicked(number, culprits, "batch 4"), plugins=[environment])
