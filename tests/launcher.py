@@ -194,10 +194,23 @@ def name_coverage(test: str) -> None:
 
 
 def _forget_device_meshes() -> None:
-    """DTensor's caches hold meshes that equal those of the next run, whose groups have gone with this one's."""
-    if "torch.distributed.tensor" in sys.modules:
-        debug: Any = import_module("torch.distributed.tensor.debug")
-        if (clear := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
+    """DTensor's caches hold meshes that equal those of the next run, whose groups have gone with this one's.
+
+    A mesh holds its groups, and each of gloo's has a thread that wakes up a hundred times a second.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    debug: Any = import_module("torch.distributed.tensor.debug")
+    if (clear := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
+        clear()
+    for name in [name for name in sys.modules if name.startswith("torch.distributed.tensor.")]:
+        values = list(vars(sys.modules[name]).values())
+        values += [member for kind in values if isinstance(kind, type) for member in vars(kind).values()]
+        for value in values:
+            cached = getattr(value, "__func__", value)  # of a static method
+            if isinstance(cached, functools._lru_cache_wrapper):
+                cached.cache_clear()
+        if (clear := getattr(sys.modules[name], "clear_redistribute_planner_cache", None)) is not None:
             clear()
 
 

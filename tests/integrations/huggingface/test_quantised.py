@@ -123,32 +123,42 @@ def makes(kind: str, path: str, how: str, *, ours: bool) -> Any:
     return model
 
 
+TWENTY_STEPS: dict[str, Any] = {"max_steps": 20, "learning_rate": 1e-3}
+
+
+def trained_plainly(ranks: Launcher, folder: Path, how: str, make: Any) -> Any:
+    """Files of a model, and what the Trainer under `DistributedDataParallel` makes of it."""
+    path = saved(folder, "llama")
+    made = functools.partial(make, path=path, how=how)
+    return path, ranks(2, timeout=120)(run, None, "llama", str(folder / "plain"), make=made, **TWENTY_STEPS)[0]
+
+
+@pytest.fixture(scope="module")
+def plain_trainings(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Once for each quantisation, not for each test."""
+    return functools.cache(
+        lambda how: trained_plainly(ranks, tmp_path_factory.mktemp(how), how, functools.partial(makes, ours=False))
+    )
+
+
 @pytest.mark.parametrize("how", ["nf4-double", "nf4", "int8"])
 @pytest.mark.parametrize("memory", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_trainer_s_losses_and_adapters(ranks: Launcher, tmp_path: Path, how: str, memory: str, stage: int) -> None:
-    path = saved(tmp_path, "llama")
-    steps = {"max_steps": 20, "learning_rate": 1e-3}
-    given: dict[str, Any] = {"path": path, "how": how}
-    plain = ranks(2, timeout=120)(
-        run, None, "llama", str(tmp_path / "a"), make=functools.partial(makes, ours=False, **given), **steps
-    )[0]
+def test_the_trainer_s_losses_and_adapters(
+    ranks: Launcher, plain_trainings: Any, tmp_path: Path, how: str, memory: str, stage: int
+) -> None:
+    path, plain = plain_trainings(how)
     offload = {"optimizer": memory, **({"parameters": memory} if stage == 3 else {})}
+    made = functools.partial(makes, path=path, how=how, ours=True)
     ours = ranks(2, timeout=120)(
-        run,
-        stage,
-        "llama",
-        str(tmp_path / "b"),
-        zero={"offload": offload},
-        make=functools.partial(makes, ours=True, **given),
-        **steps,
+        run, stage, "llama", str(tmp_path), zero={"offload": offload}, make=made, **TWENTY_STEPS
     )[0]
     assert len(ours[0]) > 20 and difference(plain[0], ours[0]) < 1e-5
     trained = {name for name in plain[1] if "lora_" in name}
     assert trained and max(float((plain[1][n] - ours[1][n]).abs().max()) for n in trained) < 2e-6
     frozen = plain[1].keys() - trained
     assert not same_bits({n: ours[1][n] for n in frozen}, {n: plain[1][n] for n in frozen})
-    read = PeftModel.from_pretrained(plain_model(path, how), tmp_path / "b" / "model")
+    read = PeftModel.from_pretrained(plain_model(path, how), tmp_path / "model")
     assert not same_bits({n: read.state_dict()[n] for n in trained}, {n: ours[1][n] for n in trained})
 
 

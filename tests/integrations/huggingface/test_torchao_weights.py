@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.huggingface.test_pretrained import saved
-from tests.integrations.huggingface.test_quantised import makes
+from tests.integrations.huggingface.test_quantised import TWENTY_STEPS, makes, trained_plainly
 from tests.integrations.huggingface.training import difference, run
 from tests.launcher import Launcher
 from tests.quantized.layers import apart, same_bits
@@ -33,18 +33,21 @@ def beside_ddp(kind: str, path: str, how: str) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def plain_training(ranks: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained_plainly(ranks, tmp_path_factory.mktemp("torchao"), HOW, beside_ddp)
+
+
 @pytest.mark.parametrize("memory", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_and_adapters_on_torchao_s_weights(ranks: Launcher, tmp_path: Path, memory: str, stage: int) -> None:
-    given: dict[str, Any] = {"path": saved(tmp_path, "llama"), "how": HOW}
-    steps: dict[str, Any] = {"max_steps": 20, "learning_rate": 1e-3}
-    plain = ranks(2, timeout=120)(
-        run, None, "llama", str(tmp_path / "a"), make=functools.partial(beside_ddp, **given), **steps
-    )[0]
+def test_losses_and_adapters_on_torchao_s_weights(
+    ranks: Launcher, plain_training: Any, tmp_path: Path, memory: str, stage: int
+) -> None:
+    path, plain = plain_training
     offload = {"optimizer": memory, **({"parameters": memory} if stage == 3 else {})}
-    made = functools.partial(makes, ours=True, **given)
+    made = functools.partial(makes, path=path, how=HOW, ours=True)
     ours = ranks(2, timeout=120)(
-        run, stage, "llama", str(tmp_path / "b"), zero={"offload": offload}, make=made, **steps
+        run, stage, "llama", str(tmp_path), zero={"offload": offload}, make=made, **TWENTY_STEPS
     )[0]
     assert len(ours[0]) > 20 and difference(plain[0], ours[0]) < 1e-5
     trained = {name for name in plain[1] if "lora_" in name}
