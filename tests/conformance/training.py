@@ -82,16 +82,19 @@ def sft_qlora(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any], **
     options = {"dtype": torch.float32, "quantization_config": config}
     if extra:
         model = ours.from_pretrained(AutoModelForCausalLM, files, **options)
-        # TRL casts adapters to bfloat16, and plain training then has no copy of them in float32.
-        extra = {"zero_config": {**extra["zero_config"], "precision": {"master_weights": False}}}
     else:
         model = AutoModelForCausalLM.from_pretrained(files, **options)
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     arguments = SFTConfig(**common(folder, max_length=32, eval_strategy="steps", eval_steps=3))
-    return wrap(SFTTrainer)(
+    trainer = wrap(SFTTrainer)(
         model=model, args=arguments, train_dataset=texts(96, "text"), eval_dataset=texts(16, "text"),
         processing_class=offline.tokenizer(), peft_config=adapter(), **extra,
     )  # fmt: skip
+    # TRL has cast them to bfloat16: what torch's norm of such gradients loses (0.4 %) would be all that is seen.
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return trainer
 
 
 def sft_lora_int8(wrap: Callable[[Any], Any], folder: str, extra: dict[str, Any]) -> Any:
