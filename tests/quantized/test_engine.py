@@ -241,11 +241,11 @@ def asked_to_train() -> None:
     with pytest.raises(ValueError, match=r"blocks.1.base.weight is quantised and requires a gradient"):
         ZeroEngine(net, {"stage": 3, "units": UNITS})
     net.blocks[1].base.weight.requires_grad_(False)
-    _, _, engine = prepared("", 3, net)
+    prepared("", 3, net)
     net.blocks[1].base.weight.requires_grad_(True)
     x, y = batch(0, dist.get_rank(), 2)
     with pytest.raises(ValueError, match=r"blocks.1.base.weight requires a gradient since the engine was made, and is"):
-        engine.backward((net(x) - y).square().mean())
+        (net(x) - y).square().mean().backward()
 
 
 def test_a_quantised_weight_that_is_asked_to_train_is_named(ranks: Launcher) -> None:

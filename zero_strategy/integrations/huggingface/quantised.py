@@ -102,7 +102,9 @@ class WrappedRecipe:
         holder: Any = nn.Linear(inputs, outputs, device="meta")
         holder.weight = nn.Parameter(value.to(self.dtype), requires_grad=False)
         library.quantize_(holder, self.config, filter_fn=lambda *_: True)
-        return {f"{self.target}.{name}": part for name, part in inner_tensors(holder.weight).items()}
+        found = {f"{self.target}.{name}": part for name, part in inner_tensors(holder.weight).items()}
+        holder.weight = None  # torchao makes a cycle of the layer (`extra_repr`), which would keep the values
+        return found
 
 
 def _by_rows(value: Tensor, quantise: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
