@@ -104,6 +104,102 @@ struct Wide {
     return _mm512_cvtepi32_epi8(_mm512_maskz_sub_epi32(present, number, one));
   }
 };
+#elif ZS_TARGET_LEVEL == 2
+// A decade is a tenth of the next, so an exponent says it by a straight line, or the one below: (exponent x kPer + kFrom)
+// / 256. The bound after that one decides.
+constexpr int32_t kLeastExponent = 104, kMostExponent = 126, kPer = 77, kFrom = 150 - kLeastExponent * kPer;
+
+constexpr int32_t decade_or_below(int32_t exponent) { return (exponent * kPer + kFrom) >> 8; }
+
+// True if it is so for all parts of an exponent; those of lower ones count with the least, and 1 with the most.
+constexpr bool line_holds(bool is_signed) {
+  const DynamicMap map = dynamic_map(is_signed);
+  double from = 1.0 / (1 << 23);
+  for (int32_t exponent = kLeastExponent; exponent <= kMostExponent; ++exponent, from *= 2) {
+    const int32_t guess = decade_or_below(exponent);
+    int32_t least = is_signed ? 0 : 1, most = 0;
+    for (int next = 0; next < kDecades - 1; ++next) {
+      const double bound = map.bound[next];
+      if (bound > 0 && bound < from && exponent > kLeastExponent) ++least;
+      if (bound < 2 * from) ++most;
+    }
+    if (exponent == kMostExponent) most = kDecades - 1;
+    if (guess < 0 || guess > kDecades - 2 || guess > least || guess + 1 < most) return false;
+  }
+  return true;
+}
+static_assert(line_holds(true) && line_holds(false));
+
+// Constants by the last three bits of an exponent or of a decade: the first and the last decade have one place.
+template <bool kSigned>
+struct Lookup {
+  alignas(32) float slope[8] = {}, start[8] = {}, factor[8] = {}, bound[8] = {};
+
+  constexpr Lookup() {
+    constexpr DynamicMap map = dynamic_map(kSigned);
+    for (int at = 1; at < kDecades; ++at) {
+      const int place = (at + (kSigned ? 126 : 127)) & 7;  // a number's own exponent says its decade
+      slope[place] = kSigned ? -map.slope[at] : map.slope[at];  // a positive code is a negative value
+      start[place] = map.start[at];
+      factor[at & 7] = map.factor[at];
+      bound[at - 1] = map.bound[at - 1];
+    }
+  }
+};
+
+// Eight elements at once, by the arithmetic of decode_block and encode_block.
+template <bool kSigned>
+struct Wide {
+  static constexpr Lookup<kSigned> known{};
+  const __m256 slope = _mm256_load_ps(known.slope), start = _mm256_load_ps(known.start);
+  const __m256 factor = _mm256_load_ps(known.factor), bound = _mm256_load_ps(known.bound);
+  const __m256 sign_bit = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1.0f), shift = _mm256_set1_ps(kShift);
+  const __m256i least = _mm256_set1_epi32(kLeastExponent), most = _mm256_set1_epi32(kMostExponent);
+  const __m256i per = _mm256_set1_epi32(kPer), from = _mm256_set1_epi32(kFrom), zero = _mm256_setzero_si256();
+  const __m256i first_width = _mm256_set1_epi32(int32_t(bits_of(kSigned ? 0.5f : 1.0f)));
+
+  inline __attribute__((always_inline)) Wide() {}  // one that the compiler makes is for no processor of the pragma
+
+  inline __attribute__((always_inline)) __m256 decode(__m128i codes, __m256 scale) const {
+    const __m256i wide = kSigned ? _mm256_cvtepi8_epi32(codes) : _mm256_cvtepu8_epi32(codes);
+    const __m256i count = kSigned ? wide : _mm256_add_epi32(wide, _mm256_set1_epi32(1));
+    const __m256 number = _mm256_cvtepi32_ps(count);
+    const __m256i exponent = _mm256_srli_epi32(_mm256_castps_si256(number), 23);  // the sign is no part of three bits
+    const __m256 absent = _mm256_castsi256_ps(_mm256_cmpeq_epi32(wide, zero));
+    __m256 begin = _mm256_permutevar8x32_ps(start, exponent);
+    if (kSigned) begin = _mm256_xor_ps(begin, _mm256_andnot_ps(number, sign_bit));
+    const __m256 value = _mm256_fmadd_ps(number, _mm256_permutevar8x32_ps(slope, exponent), begin);
+    return _mm256_mul_ps(_mm256_andnot_ps(absent, value), scale);
+  }
+
+  // Numbers, which `bytes` packs.
+  inline __attribute__((always_inline)) __m256i encode(__m256 value, __m256 inverse) const {
+    const __m256 magnitude = _mm256_andnot_ps(sign_bit, value), part = _mm256_mul_ps(magnitude, inverse);
+    __m256i exponent = _mm256_srli_epi32(_mm256_castps_si256(part), 23);
+    exponent = _mm256_min_epi32(_mm256_max_epi32(exponent, least), most);
+    // Products of 16 bits: below 2^14, and the upper halves are zero.
+    const __m256i guess = _mm256_srli_epi32(_mm256_add_epi32(_mm256_mullo_epi16(exponent, per), from), 8);
+    const __m256 above = _mm256_cmp_ps(part, _mm256_permutevar8x32_ps(bound, guess), _CMP_GT_OQ);
+    const __m256i decade = _mm256_sub_epi32(guess, _mm256_castps_si256(above));
+    const __m256 width = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(decade, 23), first_width));
+    const __m256 last = _mm256_sub_ps(_mm256_add_ps(width, width), one);
+    const __m256 scaled = _mm256_mul_ps(part, _mm256_permutevar8x32_ps(factor, decade));
+    const __m256 place = _mm256_add_ps(scaled, _mm256_mul_ps(width, shift));
+    const __m256 inside = _mm256_min_ps(_mm256_max_ps(place, width), last);
+    // The number, negative where the value is not: -(+128) is a byte, and what would be +128 for -1 becomes 127.
+    if (kSigned) return _mm256_cvttps_epi32(_mm256_xor_ps(inside, _mm256_andnot_ps(value, sign_bit)));
+    const __m256i absent = _mm256_cmpeq_epi32(_mm256_castps_si256(magnitude), zero);
+    const __m256i number = _mm256_add_epi32(_mm256_cvttps_epi32(inside), _mm256_set1_epi32(-1));
+    return _mm256_andnot_si256(absent, number);
+  }
+
+  inline __attribute__((always_inline)) __m256i bytes(__m256i a, __m256i b, __m256i c, __m256i d) const {
+    const __m256i low = _mm256_packs_epi32(a, b), high = _mm256_packs_epi32(c, d);
+    const __m256i all = kSigned ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+    // Each pack works by halves of a register.
+    return _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+};
 #endif
 
 template <bool kSigned>
@@ -115,6 +211,13 @@ ZS_OUTLINE void decode_block(const uint8_t* __restrict codes, float scale, int64
   for (; i + 16 <= n; i += 16) {
     const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
     _mm512_storeu_ps(values + i, wide.decode(some, scales));
+  }
+#elif ZS_TARGET_LEVEL == 2
+  const Wide<kSigned> wide;
+  const __m256 scales = _mm256_set1_ps(scale);
+  for (; i + 8 <= n; i += 8) {
+    const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i));
+    _mm256_storeu_ps(values + i, wide.decode(some, scales));
   }
 #endif
   for (; i < n; ++i) values[i] = Map<kSigned>::map.value[codes[i]] * scale;
@@ -161,6 +264,16 @@ ZS_OUTLINE float encode_block(const float* __restrict values, int32_t largest, i
   const __m512 inverses = _mm512_set1_ps(inverse);
   for (; i + 16 <= n; i += 16) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), wide.encode(_mm512_loadu_ps(values + i), inverses));
+  }
+#elif ZS_TARGET_LEVEL == 2
+  const Wide<kSigned> wide;
+  const __m256 inverses = _mm256_set1_ps(inverse);
+  for (; i + 32 <= n; i += 32) {
+    __m256i numbers[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) numbers[k] = wide.encode(_mm256_loadu_ps(values + i + 8 * k), inverses);
+    const __m256i some = wide.bytes(numbers[0], numbers[1], numbers[2], numbers[3]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), some);
   }
 #endif
   for (; i < n; ++i) {

@@ -1,6 +1,6 @@
 // One variant of all kernels; included once by each kernels_<target>.cpp.
 #include <math.h>
-#if ZS_TARGET_LEVEL == 512
+#if ZS_TARGET_LEVEL != 0
 #include <immintrin.h>
 #endif
 #include <cstddef>
