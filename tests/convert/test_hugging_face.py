@@ -68,7 +68,9 @@ def test_what_from_pretrained_saves_loads_in_shards(model: Any, tmp_path: Path) 
     model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
     other = library.GPT2LMHeadModel(model.config)
+    held = {name: (value, value.clone()) for name, value in other.state_dict().items()}
     engine = ZeroEngine(other, load_config(stage=3, units={"min_numel": 0}), weights=tmp_path / "theirs")
+    assert all(torch.equal(value, copy) for value, copy in held.values()), "others may hold what the module had"
     whole = engine.full_state_dict()
     assert all(torch.equal(whole[name], tensor) for name, tensor in model.state_dict().items())
 

@@ -142,6 +142,13 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers_of(owner)[key] = buffer.to(device)
 
 
+def _drop_unset(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Give up the memory that `materialize_unit` has made for values which are yet to be read."""
+    for tensor in map(held_by, parameters):
+        if tensor.dtype == dtype:  # else the bucket casts it first
+            tensor.untyped_storage().resize_(0)
+
+
 def _initialise(module: nn.Module, new: Collection[str]) -> None:
     """Call `reset_parameters` with a lasting effect on the parameters `new` only: tied ones may have values already.
 
@@ -527,13 +534,21 @@ class ShardedModel:
 
     def _build_unit(self, spec: UnitSpec, initialise: bool, partly: bool) -> Unit:
         # Asked now: later on none is on the meta device.
-        real = {id(parameter) for _, parameter in spec.parameters if partly and not parameter.is_meta}
+        meta = {id(parameter) for _, parameter in spec.parameters if parameter.is_meta}
+        real = {id(parameter) for _, parameter in spec.parameters if partly and id(parameter) not in meta}
         for construction in self._constructions:
             construction.take([parameter for _, parameter in spec.parameters], values=initialise or partly)
         materialize_unit(spec, self.device, initialise=initialise)
         if self._moves:
             move_unit(spec, self.device)
         master = self.config.precision.master_weights
+        parts = [
+            (dtype, whole, named, not initialise and not any(id(parameter) in real for _, parameter in named))
+            for dtype, whole, named in self._buckets_of(spec)
+        ]
+        for dtype, _, named, blank in parts:
+            if blank:  # before the buckets' memory comes: the unit would be there twice
+                _drop_unset((parameter for _, parameter in named if id(parameter) in meta), dtype)
         buckets = [
             ParameterBucket(
                 named,
@@ -541,15 +556,14 @@ class ShardedModel:
                 self.placement,
                 dtype,
                 master,
-                blank=not initialise and not kept,
+                blank=blank,
                 store=self.optimizer_store,
                 shard_store=self._parameter_store,
                 whole=whole,
                 turn=self._turns[spec.name],
                 block=block_of(self.config),
             )
-            for dtype, whole, named in self._buckets_of(spec)
-            for kept in [any(id(parameter) in real for _, parameter in named)]
+            for dtype, whole, named, blank in parts
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole

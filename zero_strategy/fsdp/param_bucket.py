@@ -222,10 +222,7 @@ class ParameterBucket:
         """
         if blank:
             # On the CPU pages that nobody writes to take no memory, and at most the slice is written to before the
-            # bucket is released. What the parameters were given beside it goes first: a device has no such pages.
-            for tensor in self.tensors:
-                if tensor.dtype == self.dtype:  # else it is cast yet
-                    tensor.untyped_storage().resize_(0)
+            # bucket is released.
             make = torch.empty if self.placement.shard_parameters else torch.zeros
             self.flat = make(self.layout.numel, dtype=self.dtype, device=self.device)
             self._place_slice(blank=True)

@@ -113,7 +113,7 @@ def _by_rows(value: Tensor, quantise: Callable[[Tensor], dict[str, Tensor]]) -> 
     The libraries' own steps take 10 bytes (bitsandbytes) to 30 (torchao) for each element that they are given.
     """
     found: dict[str, Tensor] = {}
-    count = -(-len(value) // _PARTS)
+    count = max(1, -(-len(value) // _PARTS))
     for start in range(0, len(value), count):
         for name, part in quantise(value[start : start + count]).items():
             whole = found.setdefault(name, part.new_empty((len(value), *part.shape[1:])))
