@@ -12,6 +12,7 @@ out; the default is everything.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -69,11 +70,17 @@ def starts_processes(function: object, seen: set[int] | None = None) -> bool:
     return any(starts_processes(known[name], seen) for name in names & set(known))
 
 
+@functools.cache
+def _starts(function: object) -> bool:
+    """`starts_processes`, once for all parameters of a test."""
+    return starts_processes(function)
+
+
 def tier_of(item: pytest.Item) -> str:
     """The tier of a collected test."""
     fixtures: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     own = [definition.func for definitions in fixtures.values() for definition in definitions]
-    if any(starts_processes(function) for function in (getattr(item, "function", None), *own)):
+    if any(_starts(function) for function in (getattr(item, "function", None), *own)):
         return "system"
     return "ranks" if _FIXTURES & set(fixtures) else "unit"
 
