@@ -36,7 +36,8 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.engine_mesh import connect, settle
 from zero_strategy.fsdp.all_layers import run_all_layers
-from zero_strategy.fsdp.model import ShardedModel, cast_buffers, device_of
+from zero_strategy.fsdp.materialize import device_of
+from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.reduce import StepAgreement, undivided
 from zero_strategy.fsdp.shard_storage import GRADIENTS, PARAMETERS
 from zero_strategy.fsdp.uneven_batches import JoinedBatches, SharedEvaluation, token_mean
@@ -158,9 +159,7 @@ class ZeroEngine:
         self.model.engine = self
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
-            cast_buffers(module, compute_dtype)
-            if self.model.shared_buffers is not None:
-                self.model.shared_buffers.note()
+            self.model.cast_buffers(compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None
         self.nonfinite = NonfiniteSteps(zero.nonfinite_gradients, self.model)
         self._clipping = Clipping(self.model, self.optimizers, self.nonfinite)

@@ -14,7 +14,7 @@ from torch import nn
 from zero_strategy.cli.plan_fit import GPT_LINEARS, gpt_shape
 from zero_strategy.cli.verify import sentence
 from zero_strategy.config import UnitsConfig
-from zero_strategy.fsdp.model import parameters_on_meta
+from zero_strategy.fsdp.materialize import parameters_on_meta
 from zero_strategy.planning.finetuning import finetuned, finetuned_shape, told
 from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.runtime import bounded_json

@@ -32,7 +32,7 @@ from zero_strategy.checkpoint import StateReader
 from zero_strategy.checkpoint.agreement import catalog_of
 from zero_strategy.comm.process_group import default_group
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.model import device_of
+from zero_strategy.fsdp.materialize import device_of
 from zero_strategy.pipeline.engine_setup import (
     AUTO,
     PIPE,

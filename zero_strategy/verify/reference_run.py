@@ -29,7 +29,7 @@ from zero_strategy import ops
 from zero_strategy.activation.rng import RandomState, kept_random_state
 from zero_strategy.config import ResolvedConfig, ZeroConfig
 from zero_strategy.fsdp.layout import gradient_dtypes, wants_master
-from zero_strategy.fsdp.model import cast_buffers
+from zero_strategy.fsdp.materialize import cast_buffers
 from zero_strategy.optim import GradientNorm, LossScaler
 from zero_strategy.optim.fused import FusedOptimizer, Segment, UpdateRule, in_memory_order, rule_for, rule_in_memory
 from zero_strategy.verify.subject import Subject, VerifySettings

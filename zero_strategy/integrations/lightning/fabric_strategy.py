@@ -32,7 +32,7 @@ from zero_strategy.config import (
 )
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.model import parameters_on_meta
+from zero_strategy.fsdp.materialize import parameters_on_meta
 from zero_strategy.integrations.huggingface.tensor_models import use_replaced
 from zero_strategy.integrations.lightning.checkpoint_dict import (
     FABRIC_FILE,

@@ -32,7 +32,7 @@ from zero_strategy.config import (
     resolve,
 )
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.model import parameters_on_meta
+from zero_strategy.fsdp.materialize import parameters_on_meta
 from zero_strategy.integrations.lightning.averaging import average_on_shards, connect_averages
 from zero_strategy.integrations.lightning.callbacks import (
     FailureAgreement,
