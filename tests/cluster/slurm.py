@@ -27,7 +27,7 @@ _NAMES = Path("/etc/netns")
 
 
 def why_not() -> str:
-    """Why there is no cluster here; empty if there is one."""
+    """Reason that no cluster is started here; empty if one is."""
     if not os.environ.get(_ASKED):
         return "`make cluster` runs it: a quarter of an hour on two cores"
     if missing := [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]:

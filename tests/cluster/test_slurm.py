@@ -88,9 +88,9 @@ def test_a_job_trains_is_requeued_loses_a_node_and_goes_on(tmp_path: Path, name:
         lost = cluster.hosts[1]
         lost.kill()
         lost.processes.clear()
-        cluster.wait("requeued job", lambda: cluster.state(job) == "PD")
+        cluster.wait("requeued job", lambda: cluster.state(job) == "PD", 90)
         cluster.start_node(lost)
         cluster.wait("third start", lambda: len(starts(cluster)) == 3, 240)
         assert starts(cluster)[2] >= saved
         cluster.run("scancel", job)
-        cluster.wait("end", lambda: not cluster.state(job))
+        cluster.wait("end", lambda: not cluster.state(job), 60)

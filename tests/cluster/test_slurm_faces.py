@@ -154,7 +154,7 @@ def test_a_trainer_is_saved_and_requeued_at_a_signal_and_resumes(cluster: Cluste
     cluster.wait("training", lambda: len(batches(folder)) > 5)
     # As `--signal=USR1@300` does it: to the tasks.
     cluster.run("scancel", "--signal=USR1", job)
-    cluster.wait("checkpoint", lambda: (folder / "hpc_ckpt_1.ckpt").exists())
+    cluster.wait("checkpoint", lambda: (folder / "hpc_ckpt_1.ckpt").exists(), 30)
     found = results(cluster, job, folder, 2)
     starts = {start for start, _ in batches(folder)}
     first = next(step for start, step in batches(folder) if start == 1)
