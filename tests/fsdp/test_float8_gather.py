@@ -212,7 +212,7 @@ def test_nothing_of_it_is_left_of_a_closed_engine(ranks: Launcher) -> None:
     [
         ({"stage": 2}, r"stage is 2: only stage 3 gathers"),
         ({"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, r"offload.parameters is 'cpu'"),
-        ({"stage": 3, "mesh": {"tensor": 2}}, r"mesh.tensor is 2: the scale is that of a whole weight"),
+        ({"stage": 3, "mesh": {"tensor": 2}}, r"mesh.tensor is 2: weights are cast whole"),
         ({"stage": 3, "reshard_after_backward": False}, r"reshard_after_backward is False"),
         ({"stage": 3, "units": {"may_skip": True}}, r"units.may_skip is True"),
     ],
@@ -253,9 +253,9 @@ def bytes_of_gathers() -> list[tuple[int, int, int]]:
         model(torch.ones(4, 6, dtype=torch.bfloat16))  # makes the scales
     found = []
     for bucket in engine.model.buckets:
-        if bucket.float8 is not None:
+        if bucket.codes is not None:
             sent = []
-            for form in (bucket.float8, bucket):
+            for form in (bucket.codes, bucket):
                 engine.counters.reset()
                 form.start_unshard()
                 form.finish_unshard()

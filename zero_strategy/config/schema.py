@@ -82,11 +82,13 @@ class CommunicationConfig(Section):
 
     prefix: ClassVar[str] = "communication."
 
-    parameters: str = field(default="values", metadata=one_of("values", "delta", "float8"))
+    parameters: str = field(default="values", metadata=one_of("values", "delta", "float8", "autocast"))
     """How ranks get parameters from each other, always with the same bits in the end. "values": as they are. "delta"
     (stages 1 and 2): a lossless code of the bits that a step has changed; in bf16 at learning rates of fine-tuning a
     small part of the bytes, for some time of the processor: for slow links. "float8" (stage 3): weights of torchao's
-    tensorwise float8 layers, cast before they are sent instead of after; half the bytes of bf16."""
+    tensorwise float8 layers, cast before they are sent instead of after; half the bytes of bf16. "autocast" (stage 3):
+    float32 weights that autocast casts to 16 bits, likewise; half the bytes, and no copy of all weights from forward to
+    backward."""
 
 
 @dataclass
@@ -556,21 +558,22 @@ class ZeroConfig(Section):
                 "after a step, of which all ranks hold the former values; use one of them, or 'values'"
             )
 
-        if self.communication.parameters == "float8":
-            self._check_float8()
+        if self.communication.parameters in ("float8", "autocast"):
+            self._check_coded_parameters()
 
-    def _check_float8(self) -> None:
-        """Raise if parameters are gathered in float8, and another setting has no place for it."""
+    def _check_coded_parameters(self) -> None:
+        """Raise if parameters are gathered as layers cast them, and another setting has no place for it."""
         for key, wrong, why in (
             ("stage", self.stage != 3, "only stage 3 gathers weights for a forward; use it, or 'values'"),
             ("offload.parameters", self.offload.parameters != "none", "slices are cast where they are computed with"),
             ("reshard_after_backward", self.reshard_after_backward is False, "what stays is gathered once per step"),
             ("units.may_skip", self.units.may_skip, "what is read outside of layers is gathered apart"),
-            ("mesh.tensor", (self.mesh.tensor or 1) > 1, "the scale is that of a whole weight"),
+            ("mesh.tensor", (self.mesh.tensor or 1) > 1, "weights are cast whole"),
         ):
             if wrong:
                 value = dict(self.settings())[key].value if key != "mesh.tensor" else self.mesh.tensor
-                raise ValueError(f"communication.parameters is 'float8', and {key} is {value!r}: {why}")
+                form = self.communication.parameters
+                raise ValueError(f"communication.parameters is {form!r}, and {key} is {value!r}: {why}")
 
     def _check_state_bits(self) -> None:
         """Raise if another setting has no place for states of 8 bits."""

@@ -10,29 +10,13 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero_strategy.runtime.torch_private import in_backward, tree_leaves, tree_map, version_of
-
-
-class CodesSource(Protocol):
-    """A bucket in float8; see `GatheredFloat8`."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def parameters(self) -> list[nn.Parameter]: ...
-
-    def need(self) -> None:
-        """Have the codes here."""
-
-    def values_like(self, index: int, codes: Tensor) -> Tensor:
-        """The values that lie in a parameter as these codes lie among the bucket's."""
+from zero_strategy.fsdp.gathered_codes import WeightPart
+from zero_strategy.runtime.torch_private import tree_leaves, tree_map
 
 
 @functools.cache
@@ -42,7 +26,7 @@ def codes_class() -> Any:
     product_of_layers = importlib.import_module("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
     products = {product_of_layers.forward.__code__, product_of_layers.backward.__code__}
 
-    class GatheredCodes(library.Float8TrainingTensor):
+    class Float8Codes(library.Float8TrainingTensor):
         """torchao's tensor, whose codes are released after a forward, and are there again when a backward uses them.
 
         The layer multiplies with it, and autograd holds it meanwhile. To others, such as hooks that pack what autograd
@@ -84,7 +68,7 @@ def codes_class() -> Any:
         def __reduce_ex__(self, protocol: Any) -> Any:
             return self.values().clone().__reduce_ex__(protocol)
 
-    return GatheredCodes
+    return Float8Codes
 
 
 _ALIASES = frozenset(
@@ -98,42 +82,6 @@ def _asker(frame: FrameType | None) -> CodeType | None:
     while frame is not None and frame.f_code.co_name == "__torch_dispatch__":
         frame = frame.f_back
     return None if frame is None else frame.f_code
-
-
-class WeightPart:
-    """One weight of a bucket, as graphs hold it: without the engine.
-
-    Args:
-        source: The bucket.
-        index: Of the parameter in it.
-    """
-
-    def __init__(self, source: CodesSource, index: int) -> None:
-        self._source, self.index = ref(source), index
-        self._parameter = source.parameters[index]
-        self._version = version_of(self._parameter)
-
-    @property
-    def source(self) -> CodesSource:
-        """The bucket.
-
-        Raises:
-            RuntimeError: If the module is gone.
-        """
-        if (source := self._source()) is None:
-            raise RuntimeError(
-                "backward through a module that is gone, and whose weights stage 3 has released: keep the module until "
-                "backward is over"
-            )
-        return source
-
-    def check(self) -> None:
-        """Raise if a backward would find other values than its forward, as torch does for what it has saved."""
-        if in_backward() and version_of(self._parameter) != self._version:
-            raise RuntimeError(
-                f"parameter {self.source.names[self.index]!r}, which a forward has used, has been modified by "
-                "an inplace operation before its backward"
-            )
 
 
 class Transposed(torch.autograd.Function):

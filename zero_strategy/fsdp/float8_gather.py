@@ -7,11 +7,8 @@ the bytes of 16-bit values, and the bits that the layer would have made of the g
     slice (16 or 32 bits) --- largest values of all weights: one small message, once per forward ---> scales
     slice --cast by the scale--> codes of the slice --all-gather--> codes of the unit --> layers' `weight.t()`
 
-The parameters stay released meanwhile. A layer's forward asks its weight for `weight.t()`, which arrives in
-`fsdp/released.py` as any call of torch with a released parameter does; that this code asks, and no other, is seen by
-its frame, and it is given torchao's tensor, whose gradient is the parameter's. Whoever else reads the parameter gets
-its values, gathered in the dtype that they have; from then on the layer casts these itself. So nothing hides a
-parameter, nobody but the layer computes with rounded values, and what is written to a parameter counts.
+A layer's forward asks its weight for `weight.t()`; that this code asks, and no other, is seen by its frame, and it is
+given torchao's tensor. See `fsdp/gathered_codes.py` for who finds what.
 """
 
 from __future__ import annotations
@@ -20,39 +17,16 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.comm.collectives import Communicator, PendingWork
-from zero_strategy.comm.mesh import Mesh
-from zero_strategy.fsdp.float8_codes import Transposed, WeightPart, codes_class
-from zero_strategy.fsdp.layout import BucketLayout, Piece
-from zero_strategy.fsdp.released import CountedWrites
-from zero_strategy.fsdp.shard_storage import ShardStorage
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.fsdp.float8_codes import Transposed, codes_class
+from zero_strategy.fsdp.gathered_codes import CodedBucket, GatheredCodes, WeightPart
 from zero_strategy.quantized.float8 import float8_class
-from zero_strategy.runtime.torch_private import callers, foreach_norm, in_transform, outside_transforms, without_grad
-
-
-class Float8Bucket(Protocol):
-    """Weights of float8 layers alone; see `ParameterBucket`."""
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    mesh: Mesh
-    layout: BucketLayout
-    slice: slice
-    slice_pieces: tuple[Piece, ...]
-    shard: ShardStorage
-    flat: Tensor
-    dtype: torch.dtype
-    device: torch.device
-    gathered: bool
-    float8: GatheredFloat8 | None
-
-    @property
-    def writes(self) -> CountedWrites: ...
+from zero_strategy.runtime.torch_private import callers, foreach_norm, in_transform
 
 
 class WeightScales:
@@ -100,62 +74,35 @@ class WeightScales:
         self._stale = False
 
 
-class GatheredFloat8:
+class GatheredFloat8(GatheredCodes):
     """The whole weights of one bucket in float8, while a forward or a backward uses them.
 
     Args:
         bucket: Weights of such layers alone.
         layers: The layer of each parameter, in bucket order.
         scales: Of the model.
-
-    Attributes:
-        gathered: All codes are here.
-        on_demand: Gathers them where a backward finds them released; the unsharder's.
-        read_on_demand: Gathers the bucket's values, as `unshard_on_demand` does; the unsharder's.
     """
 
-    def __init__(self, bucket: Float8Bucket, layers: Sequence[Any], scales: WeightScales) -> None:
-        self.bucket, self.layers, self.scales = bucket, list(layers), scales
-        self.gathered = False
-        self.on_demand: Callable[[], object] = _nothing
-        self.read_on_demand: Callable[[], object] = _nothing
+    def __init__(self, bucket: CodedBucket, layers: Sequence[Any], scales: WeightScales) -> None:
+        super().__init__(bucket, torch.uint8)
+        self.layers, self.scales = list(layers), scales
         self._kinds = [
             (layer.config.cast_config_weight.target_dtype, layer.config.round_scales_to_power_of_2) for layer in layers
         ]
         self._readers: list[CodeType] = [float8_class(layer).forward.__code__ for layer in layers]
-        self._codes = torch.empty(bucket.layout.numel, dtype=torch.uint8, device=bucket.device)
-        self._codes.untyped_storage().resize_(0)
         # Those that slices are cast by, agreed among ranks; and those of the codes that are here, which graphs hold.
         self._agreed, self._shown = (
             {kind: torch.ones(len(layers), device=bucket.device) for kind in self._kinds} for _ in range(2)
         )
-        self._counts: list[int] = []
-        """Counts of writes to the parameters as codes were made."""
-        self._pending: PendingWork | None = None
         self._first = scales.add(self)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the weights, in bucket order."""
-        return self.bucket.names
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The weights, in bucket order."""
-        return self.bucket.parameters
-
-    @property
-    def pending(self) -> bool:
-        """True if a gather is under way."""
-        return self._pending is not None
-
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with memory of its own, with its category in the ledger; codes may be without memory."""
-        yield "gather buffers", self._codes
+        """Codes and scales."""
+        yield from super().held()
         for scales in (*self._agreed.values(), *self._shown.values()):
             yield "handles", scales
 
-    # ---- gather and release ----
+    # ---- scales ----
 
     def own_values(self) -> list[tuple[int, Tensor]]:
         """This rank's part of each weight, flat, with the weight's number among all of the model."""
@@ -173,107 +120,34 @@ class GatheredFloat8:
         for kind, agreed in self._agreed.items():
             agreed.copy_(library.amax_to_scale(own, *kind))
 
-    def start_unshard(self) -> None:
-        """Begin to gather, unless all is here or on its way."""
-        if not self.gathered and self._pending is None:
-            self._pending = self._gather(empty=True)
-
-    def finish_unshard(self) -> None:
-        """Wait until all is here."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
-            self.gathered = True
-
-    def refresh(self) -> None:
-        """Bring new values into what is held whole. A collective then."""
-        if self.gathered:
-            self._gather(empty=False).wait()
-
     def invalidate(self) -> None:
-        """Values are about to change, or have, on all ranks."""
-        self.finish_unshard()  # what is sent may be what changes
+        """Values are about to change, or have, on all ranks: so have scales."""
+        super().invalidate()
         self.scales.forget()
 
-    def release(self) -> None:
-        """Free all codes."""
-        self.finish_unshard()
-        if self.gathered:
-            self.gathered = False
-            self._codes.untyped_storage().resize_(0)
+    def wanted(self) -> bool:
+        """True: such a layer casts wherever it is called."""
+        return True
 
-    def need(self) -> None:
-        """Have the codes here: a graph computes with them. A collective where nothing of the weights is here."""
-        self.finish_unshard()
-        if self.bucket.gathered:
-            # As a layer casts the values that it finds here: somebody may have written to them.
-            if not self.gathered or self._counts != self.bucket.writes.counts():
-                self._cast_values()
-        elif not self.gathered:
-            self.on_demand()
-
-    def values_like(self, index: int, codes: Tensor) -> Tensor:
-        """The values that lie in the parameter as these codes lie among the bucket's. A collective if they are away."""
-        if not self.bucket.gathered:
-            self.read_on_demand()
-        if not self.bucket.gathered:
-            raise RuntimeError(
-                f"parameter {self.bucket.names[index]!r} is released (stage 3), and read outside of a forward and a "
-                "backward by way of what autograd has saved. Read it inside `with "
-                "zero_strategy.sharding.GatheredParameters(parameters):` on all ranks"
-            )
-        return self.bucket.flat.as_strided(codes.size(), codes.stride(), codes.storage_offset())
-
-    @outside_transforms
-    @without_grad
-    def _cast_values(self) -> None:
-        """Make codes of values that are whole here."""
-        library: Any = importlib.import_module("torchao.float8.float8_utils")
-        with torch.inference_mode(False):
-            if not self.gathered:
-                self._codes.untyped_storage().resize_(self._codes.numel())
-            for index, kind in enumerate(self._kinds):
-                segment = self.bucket.layout.segments[index]
-                values = self.bucket.parameters[index].detach().reshape(-1)
-                largest = torch.linalg.vector_norm(values, float("inf")).float()
-                self._shown[kind][index] = library.amax_to_scale(largest, *kind)
-                _cast(values, self._shown[kind][index], self._codes[segment.offset : segment.stop].view(kind[0]))
-        self.gathered, self._counts = True, self.bucket.writes.counts()
-
-    def _gather(self, *, empty: bool) -> PendingWork:
-        with torch.inference_mode(False):  # whose tensors could not be saved for a backward
-            return self._cast_and_gather(empty)
-
-    @outside_transforms
-    @without_grad
-    def _cast_and_gather(self, empty: bool) -> PendingWork:
+    def _prepare(self) -> None:
         self.scales.bring_up_to_date()
         for kind, agreed in self._agreed.items():
             self._shown[kind].copy_(agreed)
-        self._counts = self.bucket.writes.counts()
-        if empty:
-            self._codes.untyped_storage().resize_(self._codes.numel())
-        own = self._codes[self.bucket.slice]
-        for piece in self.bucket.slice_pieces:
-            values = self.bucket.shard.read(piece.offset, piece.offset + piece.numel)
-            kind = self._kinds[piece.index]
-            codes = own[piece.offset : piece.offset + piece.numel].view(kind[0])
-            _cast(values, self._agreed[kind][piece.index], codes)
-        return self.bucket.mesh.gather.all_gather(self._codes, of=self.bucket.names)
+
+    def _prepare_whole(self, index: int, values: Tensor) -> None:
+        library: Any = importlib.import_module("torchao.float8.float8_utils")
+        kind, largest = self._kinds[index], torch.linalg.vector_norm(values, float("inf")).float()
+        self._shown[kind][index] = library.amax_to_scale(largest, *kind)
+
+    def _cast(self, index: int, values: Tensor, codes: Tensor) -> None:
+        kind = self._kinds[index]
+        _cast(values, self._shown[kind][index], codes.view(kind[0]))
 
     # ---- what layers are given ----
 
-    def transposed(self, index: int, asker: FrameType | None) -> Tensor | None:
-        """The weight as its layer's forward asks for it, by `weight.t()`: (in_features, out_features).
-
-        Args:
-            index: Of the parameter in the bucket.
-            asker: The frame that asks.
-
-        Returns:
-            None where somebody else asks, or codes are not here.
-        """
-        if not self.gathered or in_transform() or not self._is_reader(index, asker):
+    def answer(self, index: int, func: Callable[..., Any], asker: FrameType | None) -> Tensor | None:
+        """The weight as its layer's forward asks for it, by `weight.t()`: (in_features, out_features)."""
+        if func is not Tensor.t or not self.gathered or in_transform() or not self._is_reader(index, asker):
             return None
         found: Tensor = Transposed.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
         return found
@@ -299,10 +173,6 @@ class GatheredFloat8:
         return found
 
 
-def _nothing() -> None:
-    """Gather nothing: there is no unsharder."""
-
-
 _CAST_AT_ONCE = 1 << 22
 """Elements; each needs four bytes meanwhile, which no plan counts."""
 
@@ -315,7 +185,7 @@ def _cast(values: Tensor, scale: Tensor, codes: Tensor) -> None:
         place.copy_(scaled.clamp_(-most, most))
 
 
-def gather_in_float8(buckets: Sequence[Float8Bucket], layers: dict[int, nn.Module], ranks: Communicator) -> None:
+def gather_in_float8(buckets: Sequence[CodedBucket], layers: dict[int, nn.Module], ranks: Communicator) -> None:
     """Let the buckets of these layers' weights be gathered in float8.
 
     Args:
@@ -334,4 +204,4 @@ def gather_in_float8(buckets: Sequence[Float8Bucket], layers: dict[int, nn.Modul
                     f"communication.parameters is 'float8', and parameter {bucket.names[0]!r} is of float64, whose "
                     "largest value has no place in a scale of float32: train in float32 or 16 bits, or take 'values'"
                 )
-            bucket.float8 = GatheredFloat8(bucket, [layers[id(each)] for each in bucket.parameters], scales)
+            bucket.codes = GatheredFloat8(bucket, [layers[id(each)] for each in bucket.parameters], scales)

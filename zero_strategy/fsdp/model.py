@@ -25,8 +25,8 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.arrivals import Arrivals
 from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
+from zero_strategy.fsdp.coded_weights import CodedWeights
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, tensor_ranks
-from zero_strategy.fsdp.float8_gather import gather_in_float8
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
@@ -61,7 +61,7 @@ from zero_strategy.fsdp.unit import Unit
 from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import VectorSpec
-from zero_strategy.quantized.float8 import check_own_values, weights_cast_whole
+from zero_strategy.quantized.float8 import check_own_values
 from zero_strategy.quantized.scales import QuantisedLayers, attach_scales, detach_scales
 from zero_strategy.runtime.compute_device import with_index
 from zero_strategy.runtime.terminal import each
@@ -198,7 +198,7 @@ class ShardedModel:
         if device is not None:
             move_buffers(module, device)
 
-        self._float8_layers = self._find_float8_layers()
+        self._coded = CodedWeights(module, config, self.placement, self.compute_dtype, mesh)
 
         # Units: room in tiers for all of them at once, so that a full disk is told before any is built; then one after
         # the other, so that no more than one is whole at a time.
@@ -213,7 +213,7 @@ class ShardedModel:
         self._share_buffers()
         self._tell_padding()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        gather_in_float8(self.buckets, self._float8_layers, mesh.gather)
+        self._coded.gather(self.buckets)
         self._places = {
             id(parameter): (bucket, index)
             for bucket in self.buckets
@@ -371,7 +371,7 @@ class ShardedModel:
 
         def apart(name: str, parameter: nn.Parameter) -> tuple[bool, bool]:
             of_steps = lies_apart(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
-            return of_steps, id(parameter) in self._float8_layers
+            return of_steps, parameter in self._coded
 
         named = spec.parameters
         found = group_parameters(named, self.compute_dtype, self.device, everything=self._moves, apart=apart)
@@ -455,20 +455,6 @@ class ShardedModel:
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
         return unit
-
-    def _find_float8_layers(self) -> dict[int, nn.Module]:
-        """Layers whose weights are gathered in float8, by `id` of the weight."""
-        if self.config.communication.parameters != "float8":
-            return {}
-        found = weights_cast_whole(self.module)
-        if not found and self.mesh.world_group.rank == 0:
-            warnings.warn(
-                f"communication.parameters is 'float8', and no layer of {type(self.module).__name__} casts its weight "
-                "by one scale: all parameters are gathered in the dtype that they have. Convert linear layers with "
-                "torchao's recipe 'tensorwise' before the module is sharded",
-                stacklevel=4,
-            )
-        return found if self.placement.shard_parameters and not self.placement.in_place else {}
 
     def _tell_padding(self) -> None:
         """Warn where matrices that stay whole divide badly into slices."""

@@ -5,9 +5,9 @@ It is weak on both sides, and written when an engine takes a module over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class NamedParameters(Protocol):
     @property
     def writes(self) -> Writes: ...
 
-    def weight_for_layer(self, index: int, asker: FrameType | None) -> Tensor | None:
-        """The answer to a float8 layer's `weight.t()` while the weight is released; None where values are wanted."""
+    def weight_for_layer(self, index: int, func: Callable[..., Any], asker: FrameType | None) -> Tensor | None:
+        """The answer to a layer that asks for its weight as it casts it; None where values are wanted."""
 
 
 class ParameterOwner(Protocol):

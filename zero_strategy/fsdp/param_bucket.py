@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from threading import Lock
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from zero_strategy.comm.collectives import PendingWork
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.fsdp.arriving import can_wait, show_arrived, show_arriving
 from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
-from zero_strategy.fsdp.float8_gather import GatheredFloat8
+from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
@@ -99,7 +99,7 @@ class ParameterBucket:
         editors: Scopes under way whose rank's writes become the parameters.
         writes: What user code writes to the parameters while they are full.
         watches: Those that look for writes that would be lost.
-        float8: What forward and backward have of it instead of values; None: they have its values.
+        codes: What forward and backward may have of it instead of values; None: they have its values.
         generation: Counts changes of values that are none of an optimizer's step.
     """
 
@@ -135,7 +135,7 @@ class ParameterBucket:
         self._master_site = StorageSite(store, master_name(self.names[0]))
         self._average_site = StorageSite(store, average_name(self.names[0]))
         self.generation = 0
-        self.float8: GatheredFloat8 | None = None
+        self.codes: GatheredCodes | None = None
         self.shard: ShardStorage
         self.weights: ShardStorage
         self.master: ShardStorage
@@ -405,21 +405,21 @@ class ParameterBucket:
             storage = self.flat.untyped_storage()
         storage.resize_(0)
 
-    def used(self, *, in_codes: bool) -> ParameterBucket | GatheredFloat8:
+    def used(self, *, in_codes: bool) -> ParameterBucket | GatheredCodes:
         """The form that a forward or a backward uses: values that are there anyway, or codes where there are such."""
-        if self.float8 is None or not in_codes or self.gathered or self.pending:
+        if self.codes is None or not in_codes or self.gathered or self.pending:
             return self
-        return self.float8
+        return self.codes
 
-    def weight_for_layer(self, index: int, asker: FrameType | None) -> Tensor | None:
-        """The answer to a float8 layer's `weight.t()` while the weight is released; None where values are wanted."""
-        return None if self.float8 is None else self.float8.transposed(index, asker)
+    def weight_for_layer(self, index: int, func: Callable[..., Any], asker: FrameType | None) -> Tensor | None:
+        """The answer to a layer that asks for its weight as it casts it; None where values are wanted."""
+        return None if self.codes is None else self.codes.answer(index, func, asker)
 
     @without_grad
     def refresh(self) -> None:
         """Bring updated values into a bucket that is held whole. A collective."""
-        if self.float8 is not None:
-            self.float8.refresh()
+        if self.codes is not None:
+            self.codes.refresh()
         if self.placement.shard_parameters and self.gathered:
             for watch in self.watches:
                 watch.invalidate_unsharded()
@@ -506,9 +506,9 @@ class ParameterBucket:
             self.mesh.replicate.broadcast(self.flat, row, self.names)
         if self.placement.shard_parameters:
             self.shard.write(0, self.flat[self.slice])
-        if self.float8 is not None:
-            self.float8.invalidate()
-            self.float8.refresh()
+        if self.codes is not None:
+            self.codes.invalidate()
+            self.codes.refresh()
         if self.has_master:
             for start, stop in self.master.chunks:
                 self._follow(start, stop)
@@ -613,8 +613,8 @@ class ParameterBucket:
             yield "gather buffers", self.flat
         else:
             yield "parameters", self.flat
-        if self.float8 is not None:
-            yield from self.float8.held()
+        if self.codes is not None:
+            yield from self.codes.held()
         if self.has_master:
             for master in self.master.held():
                 yield "master weights", master

@@ -6,8 +6,8 @@ class), as torch swaps that of `UninitializedParameter`, so that every call of t
 
 - metadata is answered as ever;
 - in a forward or a backward of its engine the parameter's unit is gathered first, and kept until the backward that
-  may need it: code of all ranks is the same there; a float8 layer is given its weight in float8
-  (`fsdp/float8_gather.py`), where that has been gathered;
+  may need it: code of all ranks is the same there; a layer is given its weight as it would cast it
+  (`fsdp/gathered_codes.py`), where that has been gathered;
 - elsewhere a read or a write is an error that names the parameter and the way out, since ranks that read alone would
   wait for the others, and there is nothing to write to.
 
@@ -33,7 +33,7 @@ from typing import Any, Protocol, cast
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.nn import init
+from torch.nn import functional, init
 
 from zero_strategy.fsdp.ownership import ParameterOwner, owner_of, place_of
 from zero_strategy.fsdp.tracked import (
@@ -186,6 +186,9 @@ class CountedWrites(Protocol):
 
     def counts(self) -> list[int]: ...
 
+    @property
+    def are_there(self) -> bool: ...
+
 
 class WatchedBucket(Protocol):
     """A bucket of parameters as its watch sees it; see `ParameterBucket`."""
@@ -325,6 +328,13 @@ _IN_PLACE_OPERATORS = frozenset(
     }
 )  # fmt: skip
 """Names of functions that change their first argument, and do not end in one underscore."""
+PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        functional.linear, functional.conv1d, functional.conv2d, functional.conv3d, functional.conv_transpose1d,
+        functional.conv_transpose2d, functional.conv_transpose3d, torch.addmm,
+    }
+)  # fmt: skip
+"""Functions that layers call with their parameters, all of which autocast casts to 16 bits."""
 _COLLECTIVES = "torch.distributed."
 _SENDERS = ("vllm.", "sglang.", "ray.", "cupy.", "nixl.")
 """Packages that send what lies at an address, which is as good as a collective."""
@@ -361,8 +371,13 @@ class _Released:
                 return args[0] is args[1]  # asked to look a parameter up in groups (Lightning's BaseFinetuning)
         elif func is Tensor.t and isinstance(args[0], nn.Parameter):
             place = place_of(args[0])
-            if place is not None and (weight := place[0].weight_for_layer(place[1], asker)) is not None:
+            if place is not None and (weight := place[0].weight_for_layer(place[1], func, asker)) is not None:
                 return weight
+        elif func in PRODUCTS:
+            given, named = _as_layers_cast(func, args, asker), _as_layers_cast(func, kwargs.values(), asker)
+            if given is not None or named is not None:
+                names = dict(zip(kwargs, named, strict=True)) if named is not None else kwargs
+                return func(*(args if given is None else given), **names)
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
             return call_again(func, args, kwargs)
         with DisableTorchFunctionSubclass():
@@ -546,6 +561,18 @@ def name_of(tensor: Tensor) -> str:
 
 def _first(args: Any, kwargs: Any) -> Tensor:
     return cast(Tensor, next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Released)))
+
+
+def _as_layers_cast(func: Callable[..., Any], values: Iterable[Any], asker: FrameType | None) -> list[Any] | None:
+    """Arguments of a product, with released weights as their layers cast them; None where none is here so."""
+    found, any_given = list(values), False
+    for place, value in enumerate(found):
+        if not isinstance(value, nn.Parameter) or not is_released(value):
+            continue
+        where = place_of(value)
+        if where is not None and (weight := where[0].weight_for_layer(where[1], func, asker)) is not None:
+            found[place], any_given = weight, True
+    return found if any_given else None
 
 
 def _copy(values: Any, source: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero_strategy.fsdp.float8_gather import GatheredFloat8
+from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.released import release_classes, unshard_classes
 from zero_strategy.runtime.torch_private import is_compiled
@@ -24,8 +24,10 @@ class Unit:
         open_calls: Forwards under way that may be followed by a backward, innermost last.
         awaited: Earlier forwards whose backward is not over.
         pinned: Users outside forward and backward (`GatheredParameters`, `state_dict`).
-        has_codes: Some buckets have weights that may be gathered in float8.
+        has_codes: Some buckets have weights that may be gathered as layers cast them.
         in_codes: They are, in the present or last use.
+        expects_codes: Its layers cast weights when they were last called; of the root, whose forward may begin before
+            autocast does.
         hidden: It stays whole for the backward that follows, and its parameters look released, so that reads of other
             code than its forward and backward are seen.
         wants_values: Forwards use values all the same: compiled code looks at parameters itself.
@@ -39,6 +41,7 @@ class Unit:
         self.awaited: set[int] = set()
         self.pinned = 0
         self.has_codes = self.in_codes = self.wants_values = self.hidden = False
+        self.expects_codes = True
 
     @property
     def gathered(self) -> bool:
@@ -50,7 +53,7 @@ class Unit:
         """True if all that a forward uses is there, or on its way."""
         return all(used.gathered or used.pending for used in self.used())
 
-    def used(self) -> Sequence[ParameterBucket | GatheredFloat8]:
+    def used(self) -> Sequence[ParameterBucket | GatheredCodes]:
         """The form of each bucket that a forward or a backward uses."""
         if not self.has_codes:
             return self.buckets
@@ -95,10 +98,26 @@ class Unit:
                 if bucket.gathered:
                     unshard_classes(bucket.parameters)
 
+    def casts(self, *, is_root: bool = False) -> bool:
+        """True if layers of a forward that begins now cast weights; of the root's, as of its last call, perhaps later.
+
+        The same on all ranks, which run the same code.
+        """
+        if not self.has_codes or self.wants_values:
+            return False
+        return self._wants_codes() or (is_root and self.expects_codes)
+
+    def look(self) -> None:
+        """One of the unit's modules is called by itself: as it casts, the next forward is expected to."""
+        self.expects_codes = self._wants_codes()
+
+    def _wants_codes(self) -> bool:
+        return any([bucket.codes.wanted() for bucket in self.buckets if bucket.codes is not None])
+
     @property
     def has_values(self) -> bool:
-        """True if there are values where a forward would use float8."""
-        return self.has_codes and any(bucket.float8 is not None and bucket.gathered for bucket in self.buckets)
+        """True if there are values where a forward would use codes."""
+        return self.has_codes and any(bucket.codes is not None and bucket.gathered for bucket in self.buckets)
 
     @property
     def is_compiled(self) -> bool:
@@ -112,8 +131,8 @@ class Unit:
             for bucket in self.buckets:
                 if not bucket.kept:
                     bucket.release()
-                if bucket.float8 is not None:
-                    bucket.float8.release()
+                if bucket.codes is not None:
+                    bucket.codes.release()
 
     def keep(self) -> None:
         """Stay whole until let go."""

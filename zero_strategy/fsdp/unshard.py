@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_strategy.fsdp.float8_gather import GatheredFloat8, WeightScales
+from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.unit import Unit
 from zero_strategy.runtime.module_hooks import EphemeralHook
@@ -119,8 +120,10 @@ class Unsharder:
             self._hook(unit)
 
     def _hook(self, unit: Unit) -> None:
-        for codes in (bucket.float8 for bucket in unit.buckets if bucket.float8 is not None):
-            codes.on_demand, self.scales = partial(self._use_codes, unit, codes), codes.scales
+        for codes in (bucket.codes for bucket in unit.buckets if bucket.codes is not None):
+            codes.on_demand = partial(self._use_codes, unit, codes)
+            if isinstance(codes, GatheredFloat8):
+                self.scales = codes.scales
             codes.read_on_demand = partial(self.use_on_demand, [unit])
             unit.has_codes = unit.in_codes = True
         before, after = _ForwardHook(self, unit, enter=True), _ForwardHook(self, unit, enter=False)
@@ -168,9 +171,11 @@ class Unsharder:
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
             unit.wants_values = unit.has_codes and (compiled or unit.is_compiled)
-            self.use(unit, in_codes=unit.has_codes and not unit.wants_values and not in_transform())
+            self.use(unit, in_codes=unit.casts(is_root=unit is self.units[0]) and not in_transform())
             if in_transform():  # whose graphs do not show when a unit's backward begins
                 self._hold(unit)
+        elif unit.has_codes:  # a module of the root's
+            unit.look()
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
         """A forward that used `unit` ends."""
@@ -242,7 +247,9 @@ class Unsharder:
         for unit in units:
             # By what all ranks know alike. Who uses it has it in the form that it needs.
             if not unit.depth and not unit.calls:
-                unit.in_codes = unit.has_codes and not unit.wants_values and self._announce is None
+                # In a backward as its own forward had it, so far as is known.
+                casts = unit.in_codes if in_backward() else unit.casts()
+                unit.in_codes = casts and not unit.wants_values and self._announce is None
             self._launch(unit)
 
     def start_trace(self) -> None:
@@ -285,12 +292,12 @@ class Unsharder:
             self._queue_end()
         return True
 
-    def _use_codes(self, unit: Unit, codes: GatheredFloat8) -> None:
+    def _use_codes(self, unit: Unit, codes: GatheredCodes) -> None:
         """Gather codes that a graph needs and no forward or backward of their unit has gathered; keep them for it."""
         if self._announce is not None:
             raise RuntimeError(
-                f"backward through unit {unit.name or 'root'!r}, whose weights its forward had in float8, in a step "
-                "for which some ranks have no batch: these take part in gathers of values alone. Set "
+                f"backward through unit {unit.name or 'root'!r}, whose weights its forward had as layers cast "
+                "them, in a step for which some ranks have no batch: these take part in gathers of values alone. Set "
                 "communication.parameters to 'values', or give all ranks the same number of batches"
             )
         if in_backward():
@@ -420,8 +427,8 @@ class Unsharder:
             unit = self._unit_of[id(bucket)]
             if bucket.pending:
                 bucket.finish_unshard()  # what is sent of it may be what is about to change
-            if bucket.float8 is not None:
-                bucket.float8.invalidate()
+            if bucket.codes is not None:
+                bucket.codes.invalidate()
             for watch in bucket.watches:
                 watch.invalidate_unsharded()
             if bucket.kept:

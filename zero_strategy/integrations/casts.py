@@ -33,6 +33,9 @@ def cast_bytes(engine: ZeroEngine, dtype: torch.dtype) -> tuple[int, str]:
     for name, module in engine.model.module.named_modules():
         if isinstance(module, _MULTIPLIES) and not is_float8_layer(module):
             for key, parameter in module.named_parameters(name, recurse=False):
+                place = engine.model.place(parameter)
+                if place is not None and place[0].codes is not None:  # gathered as autocast would cast it
+                    continue
                 if parameter.is_floating_point() and parameter.dtype != dtype:
                     copied.setdefault(parameter, key)
     largest = max(copied, key=lambda parameter: parameter.numel(), default=None)
@@ -59,8 +62,9 @@ def tell_casts(engine: ZeroEngine, dtype: torch.dtype, asked: str, instead: str)
     warnings.warn(
         f"{asked} at stage 3: parameters are gathered in float32, and autograd keeps a {str(dtype).rpartition('.')[2]} "
         f"copy of each matrix ({largest!r} and others, {size(nbytes)}) on every rank from forward to backward, "
-        f"which sharding does not divide. With {instead} parameters are gathered in 16 bits without such a copy, and "
-        "the optimizer works on float32 master weights; activation_checkpointing: full keeps copies of one unit at a "
-        "time",
+        "which sharding does not divide. With communication.parameters: autocast weights of linear and convolutional "
+        f"layers are gathered in 16 bits without such a copy, and the same bits; with {instead} all parameters are, "
+        "and the optimizer works on float32 master weights; activation_checkpointing: full keeps copies of one unit at "
+        "a time",
         stacklevel=2,
     )

@@ -145,7 +145,7 @@ class BucketFacts:
         reduce_dtype: In what they are summed over ranks.
         master: Whether there is an fp32 copy for the optimizer.
         state_bits: What the config says of each parameter's states: 8 or 32.
-        gathered_itemsize: Bytes of an element where it is gathered for a forward; float8 has 1.
+        gathered_as: `communication.parameters`, if it is gathered as its layers cast it; else "".
         handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
             sum, all at once.
     """
@@ -159,12 +159,12 @@ class BucketFacts:
     master: bool
     handed: int
     state_bits: tuple[int, ...]
-    gathered_itemsize: int
+    gathered_as: str
 
     @property
-    def in_float8(self) -> bool:
-        """True if it is gathered in float8, which its layers would cast it to."""
-        return self.gathered_itemsize < self.dtype.itemsize
+    def gathered_itemsize(self) -> int:
+        """Bytes of an element where it is gathered for a forward."""
+        return {"float8": 1, "autocast": 2}.get(self.gathered_as, self.dtype.itemsize)
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -204,20 +204,23 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
     model = model.of_tensor_rank(resolved.config.mesh.tensor or 1)
     replicas, packed = resolved.config.mesh.replicate, bool(resolved.config.matrix_optimizers)
 
-    # A rank alone gathers nothing.
-    in_float8 = resolved.config.communication.parameters == "float8" and resolved.shard > 1
+    # A rank alone gathers nothing, and autocast leaves 16 bits as they are.
+    form = resolved.config.communication.parameters
+    casts = resolved.shard > 1 and (form != "autocast" or compute_dtype in (None, torch.float32))
 
     def kind_in(unit: str) -> Callable[[str, ParameterShape], tuple[bool, bool]]:
         def kind(name: str, shape: ParameterShape) -> tuple[bool, bool]:
             of_steps = lies_apart(resolved.config, unit, name, shape.shape, shape.requires_grad)
-            return of_steps, in_float8 and shape.cast_whole
+            return of_steps, casts and shape.cast_as == form
 
         return kind
 
     return [
         [
-            _facts(unit.name, number, dtype, of_steps and packed, tuple(named), resolved, replicas, float8=float8)
-            for dtype, (of_steps, float8), named in group_parameters(
+            _facts(
+                unit.name, number, dtype, of_steps and packed, tuple(named), resolved, replicas, form if cast else ""
+            )
+            for dtype, (of_steps, cast), named in group_parameters(
                 unit.parameters, compute_dtype, apart=kind_in(unit.name), kept=lambda shape: shape.keeps_dtype
             )
         ]
@@ -233,8 +236,7 @@ def _facts(
     named: NamedShapes,
     resolved: ResolvedConfig,
     replicas: int,
-    *,
-    float8: bool,
+    gathered_as: str,
 ) -> BucketFacts:
     precision = resolved.config.precision
     trainable = named[0][1].requires_grad
@@ -249,8 +251,7 @@ def _facts(
         for segment in layout.segments
     ]
     dtypes = gradient_dtypes(dtype, precision)
-    gathered = 1 if float8 else dtype.itemsize
-    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits), gathered)
+    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits), gathered_as)
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:

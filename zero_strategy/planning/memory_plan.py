@@ -214,8 +214,8 @@ class MemoryPlan:
         return found[0] + max(found[1:], default=0) if again else sum(found)
 
     def _cast_numel(self, bucket: BucketFacts) -> int:
-        """Elements of a bucket's matrices that have another dtype than autocast's."""
-        if bucket.dtype == self.autocast or not bucket.dtype.is_floating_point:
+        """Elements of a bucket's matrices that autocast copies: what is gathered in its dtype has that already."""
+        if bucket.gathered_as == "autocast" or bucket.dtype == self.autocast or not bucket.dtype.is_floating_point:
             return 0
         return sum(segment.numel for segment in bucket.layout.segments if len(segment.shape) > 1)
 
@@ -428,7 +428,7 @@ class _BucketEntries:
         count = len(bucket.owner.names)
         nbytes = count * bucket.dtype.itemsize
         yield Entry("handles", "device", bucket.owner, nbytes, self.plan._allocated(nbytes))
-        if bucket.in_float8:
+        if bucket.gathered_as == "float8":
             scales = count * torch.float32.itemsize  # agreed ones, and those of the codes that are there
             for _ in range(2):
                 yield Entry("handles", "device", bucket.owner, scales, self.plan._allocated(scales))

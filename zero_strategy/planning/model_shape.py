@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, UnitsConfig
+from zero_strategy.fsdp.autocast_gather import weights_cast_by_autocast
 from zero_strategy.fsdp.dtensor import held_by, tensor_ranks
 from zero_strategy.fsdp.layout import aliases, find_units
 from zero_strategy.fsdp.tensor_plan import divided_dimensions, models_with_plans, own_plan, styles_of
@@ -39,7 +40,7 @@ class ParameterShape:
         tied: It has several names, so that autograd adds up several gradients of it.
         keeps_dtype: A computation in another dtype leaves it as it is: a quantised weight or a scale of one.
         unpacked: Elements of the weight that quantised values stand for; 0: they are its elements.
-        cast_whole: A float8 layer casts it by one scale.
+        cast_as: What `communication.parameters` has to be for it to be gathered as its layer casts it; "": no such.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class ParameterShape:
     tied: bool = False
     keeps_dtype: bool = False
     unpacked: int = 0
-    cast_whole: bool = False
+    cast_as: str = ""
 
     @property
     def numel(self) -> int:
@@ -234,11 +235,16 @@ class ModelShape:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {name!r} is lazy and has no shape yet: give its module its sizes")
         found = find_units(module, classes=chosen.classes, patterns=chosen.patterns, min_numel=chosen.min_numel)
-        ties, cast = set(aliases(module).values()), weights_cast_whole(module)
+        ties = set(aliases(module).values())
+        cast = dict.fromkeys(weights_cast_by_autocast(module), "autocast") | dict.fromkeys(
+            weights_cast_whole(module), "float8"
+        )
         made = tuple(
             UnitShape(
                 spec.name,
-                tuple((name, shape_of(p, tied=name in ties, cast_whole=id(p) in cast)) for name, p in spec.parameters),
+                tuple(
+                    (name, shape_of(p, tied=name in ties, cast_as=cast.get(id(p), ""))) for name, p in spec.parameters
+                ),
             )
             for spec in found
         )
@@ -301,7 +307,7 @@ def _divided_by_plan(module: nn.Module) -> tuple[dict[str, int], str]:
     return found, ""
 
 
-def shape_of(parameter: nn.Parameter, *, tied: bool = False, cast_whole: bool = False) -> ParameterShape:
+def shape_of(parameter: nn.Parameter, *, tied: bool = False, cast_as: str = "") -> ParameterShape:
     """The shape of a parameter; of a `DTensor`, that of this rank's part."""
     device = _ANYWHERE if parameter.is_meta else parameter.device  # as the engine will make it
     return ParameterShape(
@@ -312,7 +318,7 @@ def shape_of(parameter: nn.Parameter, *, tied: bool = False, cast_whole: bool = 
         tied,
         keeps_dtype(parameter),
         unpacked_numel(parameter),
-        cast_whole,
+        cast_as,
     )
 
 
