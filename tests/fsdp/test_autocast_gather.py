@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.engine.float8 import plain_net
+from tests.engine.nets import loss_of
 from tests.engine.trainings import PlainTraining, Setting, play
 from tests.launcher import Launcher
+from zero_strategy import ZeroEngine
+from zero_strategy.config import load_config
+from zero_strategy.fsdp.autocast_gather import weights_cast_by_autocast
+from zero_strategy.planning.model_shape import state_of
 
 AUTOCAST: dict[str, Any] = {"communication": {"parameters": "autocast"}}
 SETTINGS = {
@@ -20,7 +29,6 @@ SETTINGS = {
     "recomputed": {**AUTOCAST, "activation_checkpointing": "full"},
     "recomputed in part": {**AUTOCAST, "activation_checkpointing": "selective"},
     "activations on the host": {**AUTOCAST, "offload": {"activations": "cpu"}},
-    "state on the host": {**AUTOCAST, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
 }
 
 
@@ -108,7 +116,182 @@ def test_autocast_gathers_of_float16_and_of_frozen_weights(ranks: Launcher, dtyp
 
 def test_with_autocasts_cache_values_are_gathered(ranks: Launcher) -> None:
     """A weight that is used twice has one copy in the cache, whose gradients are summed up in 16 bits."""
-    for wrong in ranks(2)(
-        play, partial(trained, dtype=torch.bfloat16, how="cached"), [Setting(3, "per_micro_batch", AUTOCAST)]
-    ):
+    setting = Setting(3, "per_micro_batch", AUTOCAST)
+    for wrong in ranks(2)(play, partial(trained, dtype=torch.bfloat16, how="cached"), [setting]):
         assert not wrong
+
+
+def weights_and_losses(config: dict[str, Any]) -> list[Tensor]:
+    """Losses and weights of steps with clipping."""
+    model = mixed()
+    engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, **config})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine.attach(optimizer)
+    found, tokens = [], torch.arange(24).reshape(2, 12) % 11
+    for step in range(3):
+        batch = (tokens + step + dist.get_rank()) % 11
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = nn.functional.cross_entropy(model(batch).flatten(0, 1).float(), batch.roll(1, 1).flatten())
+        loss.backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *engine.full_state_dict().values()]
+
+
+def both(config: dict[str, Any]) -> bool:
+    """True if gathers of values and of 16 bits have the same results."""
+    values, codes = weights_and_losses(config), weights_and_losses({**config, **AUTOCAST})
+    return all(torch.equal(one, other) for one, other in zip(values, codes, strict=True))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"offload": {"optimizer": "cpu", "gradients": "cpu"}},
+        {"gradient_reduction": "per_step"},
+        {"mesh": {"replicate": 2}},
+    ],
+)
+def test_state_on_the_host_and_replicas_have_the_same_bits(ranks: Launcher, config: dict[str, Any]) -> None:
+    assert all(ranks(4 if "mesh" in config else 2)(both, config))
+
+
+def test_weights_that_layers_give_to_products_are_found() -> None:
+    model = mixed()
+    model.head.weight = model.embedding.weight  # tied: read by the embedding, too
+    model.blocks[1].down.double()
+    found = weights_cast_by_autocast(model)
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in found}
+    ours = {f"blocks.{n}.{layer}.{kind}" for n in range(2) for layer in ("mix", "twice") for kind in ("weight", "bias")}
+    assert names == ours | {"blocks.0.down.weight"}
+
+
+BATCH = 4
+"""Less than any layer's features."""
+
+
+class Casts(TorchDispatchMode):
+    """Counts of copies of matrices in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_copy = func is torch.ops.aten._to_copy.default and found.dtype == torch.bfloat16
+        if is_copy and found.ndim == 2 and found.shape[0] > BATCH:
+            self.elements += found.numel()
+        return found
+
+
+def copies_and_bytes() -> list[tuple[int, int, int, int]]:
+    """Elements of weights that a forward copied to 16 bits, bytes that a step gathered, and that units held amid it.
+
+    Last, the elements that this rank sent of weights which are gathered in 16 bits.
+    """
+    found = []
+    for config in ({}, AUTOCAST):
+        model = plain_net()
+        engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, "prefetch": 0, **config})
+        for _ in range(2):
+            engine.counters.reset()
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Casts() as casts:
+                loss = loss_of(model(torch.ones(BATCH, 6)))
+            buckets = [bucket for unit in engine.model.units[1:] for bucket in unit.buckets]
+            held = [tensor for bucket in buckets for kind, tensor in bucket.held() if kind == "gather buffers"]
+            at_middle = sum(tensor.untyped_storage().nbytes() for tensor in held)
+            loss.backward()
+        # Of units for forward and backward, of the root once; to one other rank.
+        sent = sum(
+            bucket.layout.slice_numel * (1 if unit is engine.model.units[0] else 2)
+            for unit in engine.model.units
+            for bucket in unit.buckets
+            if bucket.codes is not None
+        )
+        found.append((casts.elements, engine.counters.bytes["all_gather"], at_middle, sent))
+    return found
+
+
+def test_a_step_copies_no_weight_and_gathers_two_bytes_for_each_element(ranks: Launcher) -> None:
+    shapes = {name: parameter.numel() for name, parameter in plain_net().named_parameters()}
+    matrices = sum(numel for name, numel in shapes.items() if name.endswith("weight") and "norm" not in name)
+    for (copied, values, held, _), (other, codes, held_codes, sent) in ranks(2)(copies_and_bytes):
+        assert (copied, other) == (matrices, 0)
+        assert values - codes == 2 * sent
+        assert held == held_codes == 0
+
+
+def held_and_planned() -> tuple[Any, Any]:
+    """Entries of the ledger and of the plan."""
+    config = load_config(stage=3, units={"min_numel": 0}, **AUTOCAST)
+    with torch.device("meta"):
+        shape = Mixed()
+    model = mixed()
+    engine = ZeroEngine(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine.attach(optimizer)
+    tokens = torch.arange(24).reshape(2, 12) % 11
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = state_of(optimizer)
+    plan = config.plan(shape, world_size=2, optimizer=state, device="cpu", snapshots=False, autocast=torch.bfloat16)
+    return engine.ledger().merged(), plan.ledger(dist.get_rank()).held().merged()
+
+
+def test_the_plan_of_autocast_gathers_is_the_ledger(ranks: Launcher) -> None:
+    for ledger, plan in ranks(2)(held_and_planned):
+        assert ledger == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"stage": 1}, r"stage is 1: only stage 3 gathers"),
+        ({"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, r"offload.parameters is 'cpu'"),
+        ({"stage": 3, "mesh": {"tensor": 2}}, r"mesh.tensor is 2: weights are cast whole"),
+    ],
+)
+def test_what_has_no_place_for_autocast_gathers_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"communication.parameters is 'autocast', and {named}"):
+        load_config(**AUTOCAST, **changes)
+
+
+def double_backward() -> list[Tensor]:
+    """Gradients of a gradient's norm, with gathers of values and of 16 bits."""
+    found = []
+    for config in ({}, AUTOCAST):
+        model = plain_net()
+        ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, **config})
+        x = torch.ones(4, 6, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = loss_of(model(x))
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).clone())
+    return found
+
+
+def test_second_derivatives_through_autocast_gathers(ranks: Launcher) -> None:
+    for values, codes in ranks(2)(double_backward):
+        assert values.any() and torch.equal(values, codes)
+
+
+def copied() -> bool:
+    """True if a closed engine's model, and a copy of it, compute as before under autocast."""
+    model = plain_net()
+    engine = ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, **AUTOCAST})
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        before = model(torch.ones(4, 6)).detach()
+        engine.close(gather=True)
+        return torch.equal(before, copy.deepcopy(model)(torch.ones(4, 6)))
+
+
+def test_a_module_is_plain_after_autocast_gathers(ranks: Launcher) -> None:
+    assert all(ranks(2)(copied))

@@ -26,8 +26,7 @@ class Unit:
         pinned: Users outside forward and backward (`GatheredParameters`, `state_dict`).
         has_codes: Some buckets have weights that may be gathered as layers cast them.
         in_codes: They are, in the present or last use.
-        expects_codes: Its layers cast weights when they were last called; of the root, whose forward may begin before
-            autocast does.
+        expects_codes: Its layers cast weights when they were last called.
         hidden: It stays whole for the backward that follows, and its parameters look released, so that reads of other
             code than its forward and backward are seen.
         wants_values: Forwards use values all the same: compiled code looks at parameters itself.
@@ -98,17 +97,18 @@ class Unit:
                 if bucket.gathered:
                     unshard_classes(bucket.parameters)
 
-    def casts(self, *, is_root: bool = False) -> bool:
-        """True if layers of a forward that begins now cast weights; of the root's, as of its last call, perhaps later.
+    def casts(self, *, ahead: bool = False) -> bool:
+        """True if layers of a forward that begins now cast weights. The same on all ranks, which run the same code.
 
-        The same on all ranks, which run the same code.
+        Args:
+            ahead: The layers are called later, when autocast may have begun: as the last forward is expected to do.
         """
         if not self.has_codes or self.wants_values:
             return False
-        return self._wants_codes() or (is_root and self.expects_codes)
+        return self._wants_codes() or (ahead and self.expects_codes)
 
     def look(self) -> None:
-        """One of the unit's modules is called by itself: as it casts, the next forward is expected to."""
+        """Layers of the unit are called now: as they cast, the next forward is expected to."""
         self.expects_codes = self._wants_codes()
 
     def _wants_codes(self) -> bool:

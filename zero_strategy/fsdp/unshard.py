@@ -171,10 +171,11 @@ class Unsharder:
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
             unit.wants_values = unit.has_codes and (compiled or unit.is_compiled)
-            self.use(unit, in_codes=unit.casts(is_root=unit is self.units[0]) and not in_transform())
+            # The root's forward may begin before autocast does.
+            self.use(unit, in_codes=unit.casts(ahead=unit is self.units[0]) and not in_transform())
             if in_transform():  # whose graphs do not show when a unit's backward begins
                 self._hold(unit)
-        elif unit.has_codes:  # a module of the root's
+        if unit.has_codes and (unit is not self.units[0] or unit.depth > 1):  # or a module of the root's
             unit.look()
 
     def leave(self, unit: Unit, *, backward_follows: bool) -> None:
@@ -247,9 +248,7 @@ class Unsharder:
         for unit in units:
             # By what all ranks know alike. Who uses it has it in the form that it needs.
             if not unit.depth and not unit.calls:
-                # In a backward as its own forward had it, so far as is known.
-                casts = unit.in_codes if in_backward() else unit.casts()
-                unit.in_codes = casts and not unit.wants_values and self._announce is None
+                unit.in_codes = unit.casts(ahead=True) and self._announce is None
             self._launch(unit)
 
     def start_trace(self) -> None:
