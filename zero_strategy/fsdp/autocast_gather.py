@@ -7,7 +7,7 @@ keeps are views of the gathered unit, which is released between forward and back
 
     slice (float32) --cast--> 16 bits --all-gather--> 16 bits of the unit --> layers' `linear(x, weight, bias)`
 
-`F.linear(x, weight, bias)` and its like arrive in `fsdp/released.py` while the weight is released; under autocast,
+`torch.nn.functional.linear` and its like arrive in `fsdp/released.py` while the weight is released; under autocast,
 without its cache, these are called with the 16 bits. See `fsdp/gathered_codes.py` for who else finds what.
 """
 
