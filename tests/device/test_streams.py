@@ -22,6 +22,7 @@ import zero_strategy.offload.tier as tier
 from tests.activation.unit_nets import Transformer, seeded
 from tests.device.fake_ranks import fake_world
 from tests.device.recorder import Elsewhere, RecordedCollectives, RecordedWork, Recorder, Stream
+from tests.engine.float8 import float8_net, plain_net
 from tests.engine.nets import loss_of, net
 from zero_strategy.activation.kept_inputs import KeptInputs
 from zero_strategy.activation.offload import model_storages
@@ -31,6 +32,7 @@ from zero_strategy.checkpoint.contents import pieces_of
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator, PendingWork
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction
@@ -109,6 +111,37 @@ def placed(number: int, dtype: torch.dtype | None) -> tuple[list[str], list[str]
 def test_gathers_and_reductions_wait_as_they_have_to(settings: dict[str, Any], dtype: torch.dtype | None) -> None:
     races, _ = placed(PLACEMENTS.index(settings), dtype)
     assert not races
+
+
+def train_codes(recorder: Recorder, form: str = "autocast", **settings: Any) -> None:
+    """Three steps of two micro-batches, with an evaluation between them, whose weights are gathered in this form."""
+    model = float8_net() if form == "float8" else plain_net()
+    config = load_config(
+        stage=3, units={"min_numel": 0}, watchdog="off", communication={"parameters": form}, **settings
+    )
+    engine = ZeroEngine(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine.attach(optimizer)
+    with recorder:
+        for _ in range(3):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast", cache_enabled=False):
+                    loss = loss_of(model(torch.ones(4, 6, device=CPU)))
+                    with torch.no_grad():
+                        model(torch.ones(4, 6, device=CPU))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(any(bucket.codes is not None for bucket in unit.buckets) for unit in engine.model.units[1:])
+    engine.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("form", ["autocast", "float8"])
+def test_codes_wait_as_they_have_to_and_the_host_for_nothing(form: str, prefetch: int) -> None:
+    with device() as recorder:
+        train_codes(recorder, form, prefetch=prefetch)
+    assert not recorder.races and not recorder.syncs
 
 
 OFFLOADED: list[dict[str, Any]] = [
@@ -416,11 +449,21 @@ def snapshot_that_waits_for_the_current_device(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(save.Snapshot, "take", take)
 
 
+def no_wait_for_codes(patch: pytest.MonkeyPatch) -> None:
+    """Layers multiply by codes that are on their way."""
+
+    def finish(self: GatheredCodes) -> None:
+        self.gathered, self._pending = self.gathered or self._pending is not None, None
+
+    patch.setattr(GatheredCodes, "finish_unshard", finish)
+
+
 STAGE_2, STAGE_3, ON_HOST = {"stage": 2}, {"stage": 3, "prefetch": 1}, OFFLOADED[0]
 DEFECTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Recorder], None]]] = [
     (no_wait_for_gathers, partial(train, **STAGE_3)),
     (parameters_shown_before_they_are_in, partial(train, **STAGE_3)),
     (memory_of_a_gather_resized_early, partial(train, **STAGE_3)),
+    (no_wait_for_codes, train_codes),
     (gradients_used_before_they_are_summed, partial(train, **STAGE_2)),
     (buffer_reused_while_it_is_sent, partial(train, **STAGE_2)),
     (mean_taken_before_the_sum, partial(train, **STAGE_2)),

@@ -44,6 +44,8 @@ class WeightScales:
         self._gathers: list[GatheredFloat8] = []
         self._count = 0
         self._stale = True
+        self._places: Tensor | None = None
+        """Numbers of the weights of which this rank has a part."""
 
     def add(self, gathers: GatheredFloat8) -> int:
         """Number of the first weight of these among all."""
@@ -65,8 +67,9 @@ class WeightScales:
         if own:
             # The norm of order infinity is the largest absolute value, and NaN if a value is.
             found = [each.float() for each in foreach_norm([values for _, values in own], float("inf"))]
-            places = torch.tensor([number for number, _ in own]).to(largest.device, non_blocking=True)
-            largest[rank * self._count : (rank + 1) * self._count].index_copy_(0, places, torch.stack(found))
+            if self._places is None:  # they never change, and a copy in each forward might hold the host
+                self._places = torch.tensor([number for number, _ in own], device=largest.device)
+            largest[rank * self._count : (rank + 1) * self._count].index_copy_(0, self._places, torch.stack(found))
         self._communicator.all_gather(largest, of="largest values of float8 weights").wait()
         of_weights = largest.view(ranks, self._count).amax(0)
         for gathers in self._gathers:
