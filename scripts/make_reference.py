@@ -52,7 +52,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "mesh.shard": ("hybrid sharding: ranks that share one copy; none: world size / replicate / tensor", "8"),
     "mesh.sequence": ("ranks that divide the tokens of the same sequences", "4"),
     "mesh.ulysses": ("of these, ranks that exchange tokens for heads; none: all of them", "2"),
-    "communication.parameters": ("what is sent: values; changes alone (stages 1, 2); what layers cast weights to (stage 3)", "delta"),
+    "communication.parameters": (
+        "what is sent: values; changes (stages 1, 2); what layers cast weights to (stage 3)",
+        "delta",
+    ),
     "mesh.tensor": ("ranks that divide each layer; none: as the model's DTensors say, else 1", "2"),
     "precision.master_weights": ("keep fp32 copies of bf16 and fp16 parameters for the optimizer", "false"),
     "precision.gradient_dtype": (

@@ -17,9 +17,9 @@ from tests.engine.float8 import plain_net
 from tests.engine.nets import loss_of
 from tests.engine.trainings import PlainTraining, Setting, play
 from tests.launcher import Launcher
-from zero_strategy import ZeroEngine
+from zero_strategy import ZeroEngine, sharding
 from zero_strategy.config import load_config
-from zero_strategy.fsdp.autocast_gather import weights_cast_by_autocast
+from zero_strategy.fsdp.autocast_gather import CastWeight, weights_cast_by_autocast
 from zero_strategy.planning.model_shape import state_of
 
 AUTOCAST: dict[str, Any] = {"communication": {"parameters": "autocast"}}
@@ -295,3 +295,171 @@ def copied() -> bool:
 
 def test_a_module_is_plain_after_autocast_gathers(ranks: Launcher) -> None:
     assert all(ranks(2)(copied))
+
+
+class NoGradient(torch.autograd.Function):
+    """The input, whose gradient is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
+
+
+class Using(nn.Module):
+    """A unit that uses its layers' weights as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        if how == "expanded":
+            self.down.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        if self.how == "expanded":  # a product of many: the weight is one of them, again and again
+            return x + self.down(y[:, None].expand(-1, 3, -1).transpose(0, 1)).sum(0)
+        if self.how == "no gradient":
+            return y + NoGradient.apply(self.down(y))
+        if self.how == "out":
+            with torch.no_grad():
+                y = y + torch.addmm(self.up.bias, x.float(), self.up.weight, out=torch.empty(x.shape))
+        return x + self.down(y)
+
+
+class Rows(nn.Module):
+    """A unit whose input is a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Nested(nn.Module):
+    """Units between whose calls tensors are nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(Rows() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor(list(x.split(1)), layout=torch.jagged, requires_grad=True)
+        for each in self.rows:
+            nested = each(nested)
+        return torch.cat(nested.unbind())
+
+
+HOOKS: dict[str, Any] = {
+    "stacked": lambda tensor: torch.stack([tensor])[0],
+    "unsqueezed": lambda tensor: tensor.unsqueeze(0).squeeze(0),
+    "in parts": lambda tensor: torch.cat(tensor.chunk(2)) if tensor.dim() and tensor.shape[0] > 1 else tensor,
+    "copied": lambda tensor: tensor if tensor.grad_fn is not None else copy.deepcopy(tensor),
+    "numpy": lambda tensor: (
+        torch.from_numpy(tensor.detach().view(torch.int16).numpy()).view(tensor.dtype)
+        if tensor.dtype in (torch.bfloat16, torch.float16)
+        else tensor
+    ),
+    "list": lambda tensor: torch.tensor(tensor.tolist(), dtype=tensor.dtype) if tensor.is_floating_point() else tensor,
+}
+
+
+def used(config: dict[str, Any], how: str) -> list[Tensor]:
+    """Losses, gradients and weights of steps whose graphs wait for others, and for scopes that hold values."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Nested() if how == "nested" else nn.Sequential(Using(how), Using(how))
+    units = {"min_numel": 0, "classes": ["Rows" if how == "nested" else "Using"]}
+    engine = ZeroEngine(model, {"stage": 3, "units": units, **config})
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.5)
+    engine.attach(optimizer)
+    found: list[Tensor] = []
+    pack = HOOKS.get(how, lambda tensor: tensor)
+    for step in range(2):
+        losses = []
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype, cache_enabled=False):
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    losses.append(loss_of(model(torch.ones(4, 8) * (step + dist.get_rank())).float()))
+        losses[0].backward()
+        with sharding.GatheredParameters(list(model.parameters())):
+            losses[1].backward()
+        found += [loss.detach() for loss in losses]
+        found += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in trainable]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *engine.full_state_dict().values()]
+
+
+@pytest.mark.parametrize("how", ["expanded", "no gradient", "out", "nested", *HOOKS])
+def test_other_uses_of_weights_have_the_bits_of_values(ranks: Launcher, how: str) -> None:
+    for values, codes in zip(ranks(2)(used, {}, how), ranks(2)(used, AUTOCAST, how), strict=True):
+        assert len(values) == len(codes) and all(map(torch.equal, values, codes))
+
+
+def written() -> str:
+    """The error of a hook that writes to what is saved."""
+    model = plain_net()
+    ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, **AUTOCAST})
+
+    def change(tensor: Tensor) -> Tensor:
+        return tensor.mul_(2.0) if tensor.dtype == torch.bfloat16 else tensor
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), pytest.raises(RuntimeError) as caught:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, change):
+            loss_of(model(torch.ones(4, 6)).float()).backward()
+    return str(caught.value)
+
+
+def test_a_write_to_what_autocast_would_have_copied_is_named(ranks: Launcher) -> None:
+    for error in ranks(2)(written):
+        assert "writes to the copy of parameter" in error and "communication.parameters to 'values'" in error
+
+
+@torch.jit.script
+def scripted(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x + bias)
+
+
+class Scripted(nn.Module):
+    """A unit that gives a bias to TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scripted(torch.nn.functional.linear(x, self.up.weight), self.up.bias)
+
+
+def unseen() -> tuple[str, str]:
+    """Errors of a read past torch's functions, and of one from a graph outside of a forward and a backward."""
+    errors = []
+    for model in (nn.Sequential(Scripted(), Scripted()), plain_net()):
+        ZeroEngine(model, {"stage": 3, "units": {"min_numel": 0}, **AUTOCAST})
+        width = 8 if isinstance(model, nn.Sequential) else 6
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with pytest.raises(RuntimeError) as caught, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                model(torch.ones(BATCH, width))
+            next(each for each in saved if isinstance(each, CastWeight)).sum()
+        errors.append(str(caught.value))
+    return errors[0], errors[1]
+
+
+def test_reads_that_nobody_sees_are_named(ranks: Launcher) -> None:
+    for scripted_read, saved_read in ranks(2)(unseen):
+        assert "0.up.bias" in scripted_read and "to 'values'" in scripted_read
+        assert "outside of a forward and a backward" in saved_read

@@ -465,3 +465,32 @@ def exceptions_and_reset(training: PlainTraining) -> None:
 def test_training_goes_on_after_an_exception_and_reset(ranks: Launcher) -> None:
     for wrong in ranks(2)(play, exceptions_and_reset, SOME):
         assert not wrong
+
+
+# ------------------------------------------------------------------------------------------- one tensor, given twice
+
+
+class Attending(nn.Module):
+    """Units that get one tensor as several arguments, and look whether it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)[None]
+        for layer in self.layers:
+            y = layer(y, y, value=y, need_weights=False)[0]
+        return y[0]
+
+
+def one_tensor_as_several_arguments(training: PlainTraining) -> None:
+    model = seeded(Attending)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        train(training, model, lambda step, x: model(x).float())
+
+
+def test_a_tensor_that_a_unit_gets_twice_stays_one(ranks: Launcher) -> None:
+    for wrong in ranks(2)(play, one_tensor_as_several_arguments, SOME[2:4]):
+        assert not wrong

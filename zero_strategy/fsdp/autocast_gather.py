@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from zero_strategy.fsdp.gathered_codes import CodedBucket, GatheredCodes, WeightPart
 from zero_strategy.fsdp.released import PRODUCTS
-from zero_strategy.runtime.torch_private import in_backward, in_transform, is_traceable_wrapper_subclass, parameters_of
+from zero_strategy.runtime.torch_private import (
+    in_backward,
+    in_transform,
+    is_traceable_wrapper_subclass,
+    parameters_of,
+    storage_key,
+    tree_map,
+)
 
 _LAYERS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -75,6 +82,7 @@ class GatheredAutocast(GatheredCodes):
             return None
         if casts_to(self.bucket.device.type) != self._dtype:
             return None
+        self.asked.add(index)
         found: Tensor = Cast.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
         return found
 
@@ -82,20 +90,24 @@ class GatheredAutocast(GatheredCodes):
         segment = self.bucket.layout.segments[index]
         codes = self._codes[segment.offset : segment.stop].view(self._dtype).view(segment.shape)
         # `.data` has a version of its own: a backward shall not take the gather before it for a write.
-        return CastWeight(codes.data, CopiedPart(self, index))
+        return CastWeight(codes.data, CopiedPart(self, index, self._dtype))
 
-    def need_as(self, dtype: torch.dtype) -> None:
-        """Have the weights here in a dtype: a graph computes with the copy that its forward made in that dtype.
+    def need_for(self, part: CopiedPart) -> None:
+        """Have the weights here in the dtype of a forward, whose graph computes with the copies that it made.
 
         A collective where neither these nor values are here, and where the values have been written to since: the
         copies in plain torch keep what they had.
         """
-        self._take(dtype)
+        self._take(part.dtype)
         self.finish_unshard()
         if self.gathered:
             return
-        if self.bucket.gathered and not self.bucket.writes.are_there:
+        if not self.bucket.gathered:
+            self.on_demand()
+        elif not self.bucket.writes.are_there:
             self._cast_values()
+        elif self.bucket.editors:  # of this rank perhaps alone
+            raise part.gone()
         else:
             self.on_demand()
 
@@ -114,10 +126,12 @@ class CopiedPart(WeightPart):
     Args:
         source: The bucket's weights in autocast's dtype.
         index: Of the parameter in it.
+        dtype: Of the copy.
     """
 
-    def __init__(self, source: GatheredAutocast, index: int) -> None:
+    def __init__(self, source: GatheredAutocast, index: int, dtype: torch.dtype) -> None:
         super().__init__(source, index)
+        self.dtype = dtype
         self._generation = source.bucket.generation
 
     @property
@@ -129,13 +143,16 @@ class CopiedPart(WeightPart):
 
     def check(self) -> None:
         """Raise where that copy could not be made again: the values that it was made of are gone."""
-        super().check()
-        if in_backward() and self.source.bucket.generation != self._generation:
-            raise RuntimeError(
-                f"parameter {self.source.names[self.index]!r}, which a forward under autocast has used, or one beside "
-                "it, has been written to before its backward, which needs the former values: with "
-                "communication.parameters='autocast' they are kept nowhere. Write after the backward, or take 'values'"
-            )
+        if in_backward() and (self._is_changed() or self.source.bucket.generation != self._generation):
+            raise self.gone()
+
+    def gone(self) -> RuntimeError:
+        """The error for it."""
+        return RuntimeError(
+            f"parameter {self.source.names[self.index]!r}, which a forward under autocast has used, or one beside it, "
+            "has been modified by an inplace operation before its backward, which needs the former values: with "
+            "communication.parameters='autocast' they are kept nowhere. Write after the backward, or take 'values'"
+        )
 
 
 class Cast(torch.autograd.Function):
@@ -147,19 +164,27 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, weight: Callable[[], Tensor]) -> Tensor:
         """The weight, of the parameter's shape."""
+        ctx.set_materialize_grads(False)  # none stays none
         ctx.dtype = parameter.dtype
         return weight()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradient in the parameter's dtype."""
-        return gradients[0].to(ctx.dtype), None
+        return None if gradients[0] is None else gradients[0].to(ctx.dtype), None
 
 
-_ALIASES = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("t", "detach", "alias", "view", "_unsafe_view", "as_strided")
-) | {torch.ops.aten.transpose.int}
-"""Operations of layers and of autograd whose results share the weight's memory."""
+@functools.cache
+def _gives_views(func: Any) -> bool:
+    """True if results of an operation share memory with what it is given."""
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+@functools.cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 class CastWeight(Tensor):
@@ -193,19 +218,59 @@ class CastWeight(Tensor):
         Raises:
             RuntimeError: If the module is gone that it belongs to, or the parameter has been written to.
         """
-        arguments = []
-        for each in args:
-            if type(each) is CastWeight:
-                each.part.check()
-                each.part.source.need_as(each.dtype)
-                each = each.codes
-            arguments.append(each)
-        found = func(*arguments, **(kwargs or {}))
-        # Also their views need memory to point into.
-        return CastWeight(found, args[0].part) if func in _ALIASES else found
+        kwargs = kwargs or {}
+        for place in _written(func):
+            if place < len(args) and type(args[place]) is CastWeight:
+                name = args[place].part.source.names[args[place].part.index]
+                raise RuntimeError(
+                    f"{func} writes to the copy of parameter {name!r} that autocast would have made, which is one for "
+                    "all of its uses here: write to a clone, or set communication.parameters to 'values'"
+                )
+        held: list[CastWeight] = []
+
+        def codes_of(leaf: Any) -> Any:
+            if type(leaf) is not CastWeight:
+                return leaf
+            leaf.part.check()
+            leaf.part.source.need_for(leaf.part)
+            held.append(leaf)
+            return leaf.codes
+
+        if kwargs or any(type(each) in (list, tuple) for each in args):
+            args, kwargs = tree_map(codes_of, (args, kwargs))
+        else:  # nearly all, in which a walk would take as long as the rest
+            args = [codes_of(each) for each in args]
+        found = func(*args, **kwargs)
+        if not _gives_views(func):
+            return found
+        # Views need the memory, too, whenever they are computed with.
+        place = storage_key(held[0].codes.untyped_storage())
+
+        def shown(leaf: Any) -> Any:
+            shares = isinstance(leaf, Tensor) and storage_key(leaf.untyped_storage()) == place
+            return CastWeight(leaf, held[0].part) if shares else leaf
+
+        return tree_map(shown, found)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+    def numpy(self, **keywords: Any) -> Any:
+        """Values of its own for numpy, which would keep memory from being released."""
+        return self.clone().numpy(**keywords)
+
+    def __array__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.clone().__array__(*arguments, **keywords)
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.clone().__dlpack__(**keywords)
+
+    def tolist(self) -> Any:
+        """Values of its own: torch refuses subclasses."""
+        return self.clone().tolist()
 
 
 def weights_cast_by_autocast(module: nn.Module) -> set[int]:

@@ -152,6 +152,7 @@ class GatheredFloat8(GatheredCodes):
         """The weight as its layer's forward asks for it, by `weight.t()`: (in_features, out_features)."""
         if func is not Tensor.t or not self.gathered or in_transform() or not self._is_reader(index, asker):
             return None
+        self.asked.add(index)
         found: Tensor = Transposed.apply(self.bucket.parameters[index], functools.partial(self._weight, index))
         return found
 

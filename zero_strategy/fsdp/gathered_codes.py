@@ -44,6 +44,7 @@ class CodedBucket(Protocol):
     device: torch.device
     gathered: bool
     generation: int
+    editors: int
     codes: GatheredCodes | None
 
     @property
@@ -59,6 +60,7 @@ class GatheredCodes(ABC):
 
     Attributes:
         gathered: All codes are here.
+        asked: Indices of the parameters that layers have asked for in the present forward of their unit.
         on_demand: Gathers them where a backward finds them released; the unsharder's.
         read_on_demand: Gathers the bucket's values, as `unshard_on_demand` does; the unsharder's.
     """
@@ -66,6 +68,7 @@ class GatheredCodes(ABC):
     def __init__(self, bucket: CodedBucket, container: torch.dtype) -> None:
         self.bucket = bucket
         self.gathered = False
+        self.asked: set[int] = set()
         self.on_demand: Callable[[], object] = _nothing
         self.read_on_demand: Callable[[], object] = _nothing
         self._codes = torch.empty(bucket.layout.numel, dtype=container, device=bucket.device)
@@ -241,8 +244,11 @@ class WeightPart:
 
     def check(self) -> None:
         """Raise if a backward would find other values than its forward, as torch does for what it has saved."""
-        if in_backward() and version_of(self._parameter) != self._version:
+        if in_backward() and self._is_changed():
             raise RuntimeError(
                 f"parameter {self.source.names[self.index]!r}, which a forward has used, has been modified by "
                 "an inplace operation before its backward"
             )
+
+    def _is_changed(self) -> bool:
+        return version_of(self._parameter) != self._version

@@ -228,11 +228,15 @@ class GradientReducer:
         backward.awaited.discard(hook)
         gradient = parameter.grad
         if gradient is None:
-            assert keeps_dtype(parameter), f"no gradient of {bucket.bucket.names[index]}"
-            raise ValueError(
-                f"{bucket.bucket.names[index]} requires a gradient since the engine was made, and is quantised: its "
-                "layer gives none. Freeze it again (requires_grad_(False)) and train an adapter"
-            )
+            if keeps_dtype(parameter):
+                raise ValueError(
+                    f"{bucket.bucket.names[index]} requires a gradient since the engine was made, and is quantised: "
+                    "its layer gives none. Freeze it again (requires_grad_(False)) and train an adapter"
+                )
+            # A function of the user's has none for it: nothing is added, and what was there stays.
+            if index in bucket.live:
+                parameter.grad = bucket.handle(index)
+            return
         if backward.divide_by != 1:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
         reduces = self._sync or not self.per_step

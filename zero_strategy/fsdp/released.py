@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -51,6 +51,7 @@ from zero_strategy.runtime.torch_private import (
     callers,
     qualified_name,
     tree_leaves,
+    uncompiled,
 )
 
 _OVERWRITING = frozenset(
@@ -347,7 +348,9 @@ ANOTHER_STRATEGY = (
 class _Released:
     """Base of released parameters and copies of them."""
 
+    # Traced, it would see parameters whose classes change while it runs.
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -356,7 +359,7 @@ class _Released:
         Raises:
             RuntimeError: If values are read or written outside of both; names the parameter and the way out.
         """
-        kwargs, asker = kwargs or {}, sys._getframe(1)
+        kwargs, asker = kwargs or {}, _asker(sys._getframe(1))
         if func in METADATA or func in LOOKS_AT_GRAPH or (func is Tensor.type and len(args) == 1 and not kwargs):
             # A collective reads memory by its address: that it asks for metadata before is all there is to see of it.
             if not _sends(func, asker):
@@ -374,11 +377,12 @@ class _Released:
             if place is not None and (weight := place[0].weight_for_layer(place[1], func, asker)) is not None:
                 return weight
         elif func in PRODUCTS:
-            given, named = _as_layers_cast(func, args, asker), _as_layers_cast(func, kwargs.values(), asker)
-            if given is not None or named is not None:
-                names = dict(zip(kwargs, named, strict=True)) if named is not None else kwargs
-                return func(*(args if given is None else given), **names)
+            if (given := _as_layers_cast(func, [*args, *kwargs.values()], asker)) is not None and "out" not in kwargs:
+                return func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
+            return call_again(func, args, kwargs)
+        # What `torch.compile` has made calls this by the class that it has seen.
+        if not any(isinstance(leaf, _Released) for leaf in tree_leaves((args, kwargs))):
             return call_again(func, args, kwargs)
         with DisableTorchFunctionSubclass():
             if func in _PLACES and not (func is Tensor.data_ptr and _is_sender(asker)):
@@ -392,6 +396,14 @@ class _Released:
     def __repr__(self, **_: Any) -> str:
         mine: Any = self
         return f"{name_of(mine)!r} of shape {tuple(mine.shape)}, {mine.dtype}, released (stage 3)"
+
+
+_UNCOMPILED: CodeType = vars(_Released)["__torch_function__"].__func__.__code__
+
+
+def _asker(frame: FrameType) -> FrameType:
+    """The frame that calls torch, by way of what keeps the compiler out."""
+    return frame.f_back if frame.f_code is _UNCOMPILED and frame.f_back is not None else frame
 
 
 class ReleasedParameter(_Released, nn.Parameter):  # type: ignore[misc]
@@ -563,16 +575,24 @@ def _first(args: Any, kwargs: Any) -> Tensor:
     return cast(Tensor, next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Released)))
 
 
-def _as_layers_cast(func: Callable[..., Any], values: Iterable[Any], asker: FrameType | None) -> list[Any] | None:
-    """Arguments of a product, with released weights as their layers cast them; None where none is here so."""
+def _as_layers_cast(func: Callable[..., Any], values: list[Any], asker: FrameType | None) -> list[Any] | None:
+    """Arguments of a product, with released weights as their layers cast them.
+
+    None where none is here so, or tensors of other classes take part, whose own code may do what it likes.
+    """
+    if not all(type(value) in _PLAIN or is_released(value) for value in values if isinstance(value, Tensor)):
+        return None
     found, any_given = list(values), False
-    for place, value in enumerate(found):
+    for place, value in enumerate(values):
         if not isinstance(value, nn.Parameter) or not is_released(value):
             continue
         where = place_of(value)
         if where is not None and (weight := where[0].weight_for_layer(where[1], func, asker)) is not None:
             found[place], any_given = weight, True
     return found if any_given else None
+
+
+_PLAIN = (Tensor, nn.Parameter, TrackedParameter)
 
 
 def _copy(values: Any, source: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.param_bucket import ParameterBucket
@@ -29,7 +29,7 @@ class Unit:
         expects_codes: Its layers cast weights when they were last called.
         hidden: It stays whole for the backward that follows, and its parameters look released, so that reads of other
             code than its forward and backward are seen.
-        wants_values: Forwards use values all the same: compiled code looks at parameters itself.
+        wants_values: Forwards use values all the same: code looks at parameters itself.
     """
 
     def __init__(self, name: str, module: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
@@ -41,6 +41,8 @@ class Unit:
         self.pinned = 0
         self.has_codes = self.in_codes = self.wants_values = self.hidden = False
         self.expects_codes = True
+        self._looked_at: set[tuple[str, ...]] = set()
+        """Weights that no layer has asked for in a forward, and that were no NaN in it."""
 
     @property
     def gathered(self) -> bool:
@@ -110,6 +112,35 @@ class Unit:
     def look(self) -> None:
         """Layers of the unit are called now: as they cast, the next forward is expected to."""
         self.expects_codes = self._wants_codes()
+
+    def forget_asked(self) -> None:
+        """A forward begins, in which no layer has asked for its weight yet."""
+        for bucket in self.buckets if self.has_codes else ():
+            if bucket.codes is not None:
+                bucket.codes.asked.clear()
+
+    def check_asked(self, outputs: Iterable[Tensor]) -> None:
+        """Look once whether weights that no layer has asked for were read as NaN, past torch's functions.
+
+        Raises:
+            RuntimeError: If that is so; names them and the way out.
+        """
+        unasked = tuple(
+            name
+            for bucket in self.buckets
+            if bucket.codes is not None and bucket.codes.gathered and not bucket.gathered
+            for index, name in enumerate(bucket.names)
+            if index not in bucket.codes.asked
+        )
+        if not unasked or unasked in self._looked_at:
+            return
+        if any(bool(output.isnan().any()) for output in outputs if output.is_floating_point()):
+            raise RuntimeError(
+                f"the output of unit {self.name or 'root'!r} has NaN, and its forward has not used "
+                f"{', '.join(unasked)} by torch's functions: TorchScript, extensions and nested tensors that a unit "
+                "makes read memory that is released (stage 3). Set communication.parameters to 'values'"
+            )
+        self._looked_at.add(unasked)
 
     def _wants_codes(self) -> bool:
         return any([bucket.codes.wanted() for bucket in self.buckets if bucket.codes is not None])

@@ -148,12 +148,13 @@ class Unsharder:
 
     # ---- forward ----
 
-    def enter(self, unit: Unit, *, compiled: bool = False) -> None:
+    def enter(self, unit: Unit, *, other_code: bool = False) -> None:
         """A forward that uses `unit` begins.
 
         Args:
             unit: The unit.
-            compiled: Code calls it that `torch.compile` has made, which looks at the parameters' classes and memory.
+            other_code: Code runs in it that looks at the parameters' classes and memory: what `torch.compile` has
+                made calls it, or it is given tensors whose classes are asked before the parameters'.
         """
         if unit is self.units[0] and not unit.depth:
             self.start_trace()
@@ -170,7 +171,8 @@ class Unsharder:
             # Before the unit's own gather, as on ranks that use what this one has passed over.
             if self.skipped is not None:
                 self.skipped.before_forward(unit)
-            unit.wants_values = unit.has_codes and (compiled or unit.is_compiled)
+            unit.wants_values = unit.has_codes and (other_code or unit.is_compiled)
+            unit.forget_asked()
             # The root's forward may begin before autocast does.
             self.use(unit, in_codes=unit.casts(ahead=unit is self.units[0]) and not in_transform())
             if in_transform():  # whose graphs do not show when a unit's backward begins
@@ -302,8 +304,14 @@ class Unsharder:
         if in_backward():
             self._queue_end()
             unit.calls.add(_IN_BACKWARD)
-        else:
+        elif self._depth:
             self._hold(unit)
+        else:
+            raise RuntimeError(
+                f"a weight of unit {unit.name or 'root'!r} is released (stage 3), and read outside of a forward and a "
+                "backward by way of what autograd has saved. Read the parameter inside `with "
+                "zero_strategy.sharding.GatheredParameters(parameters):` on all ranks"
+            )
         self._count(self._numbers[unit])
         codes.start_unshard()
         codes.finish_unshard()
@@ -562,7 +570,8 @@ class _ForwardHook(EphemeralHook):
         return self._after(module, output[0])
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any, compiled: bool) -> Any:
-        self.unsharder.enter(self.unit, compiled=compiled)
+        other_code = compiled or (self.unit.has_codes and any(map(_has_own_code, (*args, *kwargs.values()))))
+        self.unsharder.enter(self.unit, other_code=other_code)
         if not torch.is_grad_enabled():
             return None
         call = self.unsharder.new_call()
@@ -577,15 +586,20 @@ class _ForwardHook(EphemeralHook):
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
             return None
-        gate = _InputGate(self.unsharder, self.unit, call, len(places))
+        # What is one tensor stays one: modules look (`query is key`).
+        inputs = {id(leaves[place]): leaves[place] for place in places}
+        gate = _InputGate(self.unsharder, self.unit, call, len(inputs))
+        views = {key: gate.view(tensor) for key, tensor in inputs.items()}
         for place in places:
-            leaves[place] = gate.view(leaves[place])
+            leaves[place] = views[id(leaves[place])]
         if tree is not None:
             return tree_unflatten(leaves, tree)
         return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
 
     def _after(self, module: nn.Module, output: Any) -> None:
         backward_follows = False
+        if self.unit.has_codes and self.unit.depth == 1 and self.unit is not self.unsharder.units[0]:
+            self.unit.check_asked(tensors_in(output))
         if torch.is_grad_enabled() and self.unit.open_calls:
             call = self.unit.open_calls.pop()
             again = in_backward()  # a recomputation, whose graph may not be used
@@ -643,6 +657,11 @@ class _ForwardHook(EphemeralHook):
         """Raise while the unit's parameters are released: a copy would have none."""
         if not self.unit.gathered:
             raise RuntimeError(released_message(call, self.unit.name))
+
+
+def _has_own_code(value: Any) -> bool:
+    """True for tensors such as nested ones, whose functions do not ask the classes of other arguments."""
+    return isinstance(value, Tensor) and (type(value) not in (Tensor, nn.Parameter) or value.is_nested)
 
 
 # The depth is bounded since objects may refer to each other in a ring.
