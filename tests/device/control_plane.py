@@ -271,6 +271,15 @@ class DeviceAlike(HostCollectives):
 
         return Job(run)
 
+    def all_reduce(self, flat: torch.Tensor, factor: float) -> Job:
+        """See `Collectives`."""
+
+        def run() -> None:
+            self.tally.now.collectives["all_reduce", self.size] += 1
+            flat.mul_(self.size * factor)
+
+        return Job(run)
+
 
 class Unwritten(SaveWriter):
     """Writes nothing: a save is then what the ranks tell each other."""
@@ -311,6 +320,8 @@ def train(tally: Tally, folder: Path, **settings: Any) -> None:
     model = net(depth=3, width=WIDTH)
     with tally.event("build"):
         engine = ZeroEngine(model, load_config(units={"min_numel": 0}, **settings))
+    for axis in engine.model.norm_groups:
+        axis.numbers_on = torch.device("cpu")  # as `Mesh.warm_up` says on a GPU
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
     for name in ("first step", "step"):

@@ -103,13 +103,13 @@ class Instrumentation:
             watched.compare([decode_card(card) for card in cards])
 
     def around(
-        self, run: Run, kind: Transfer, sent: int, watched: CollectiveRecord | None, device: torch.device
+        self, run: Run, kind: Transfer | None, sent: int, watched: CollectiveRecord | None, device: torch.device
     ) -> Run:
         """The job with watchdog and observer around it.
 
         Args:
             run: The transport's.
-            kind: Of the collective.
+            kind: Of the collective; None: of a few numbers, of which an observer hears no bytes.
             sent: Bytes that this rank sends.
             watched: The collective, for a watchdog.
             device: Of its tensors.
@@ -121,7 +121,7 @@ class Instrumentation:
         def seen() -> Work | None:
             if self.exchange_card is not None:
                 self.compare(watched)  # inside of the job: its thread waits for other ranks, the caller does not
-            ended = self.observed.transfer(kind, sent)
+            ended = None if kind is None else self.observed.transfer(kind, sent)
             work = run()
             if work is not None and watched is not None:
                 # A wait for a device's work does not hold the host, so the watchdog has to ask the work itself.
@@ -134,6 +134,14 @@ class Instrumentation:
             return None
 
         return seen
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """Inside, the host waits for what collectives have made on a device.
+
+        Raises:
+            DesyncError: If the ranks cannot go on together: what was read is no result.
+        """
+        return _UNWATCHED if self.track is None else self.track.reading()
 
     def pending(
         self,
@@ -303,13 +311,24 @@ class Communicator:
         group: The process group, or None for a group of this rank alone.
         counters: Where what is sent gets counted.
         owns: The group ends when this object is garbage, unless it was closed (then whoever closes ends it).
+        gpu_group: The same ranks in the same order on GPUs, for `all_gather_numbers`, where `group` is on the host.
 
     Attributes:
         closed: After `close`.
+        numbers_on: The GPU from which few numbers go by its own collectives; None: they go by messages of the host.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, counters: CommunicationCounters, *, owns: bool = False) -> None:
-        self.group, self.counters = group, counters
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        counters: CommunicationCounters,
+        *,
+        owns: bool = False,
+        gpu_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.counters, self.gpu_group = group, counters, gpu_group
+        self.numbers_on: torch.device | None = None
+        self._numbers = None if gpu_group is None else DeviceCollectives(gpu_group)
         self._host, self._device = HostCollectives(group), DeviceCollectives(group)
         self.rank, self.size = self._host.rank, self._host.size
         # NCCL alone has no connections on the host: control messages then go by way of the device.
@@ -325,7 +344,7 @@ class Communicator:
         if self._end is not None:
             # Whoever closes ends the group, in one order on all ranks; the finalizer would end it in another.
             self._end.detach()
-        self.group = None
+        self.group = self.gpu_group = self._numbers = None
         self._instrumentation.close()
         self._host.close()
         self._device.close()
@@ -376,13 +395,29 @@ class Communicator:
 
     def warm_up(self, device: torch.device) -> None:
         """Connect the ranks for tensors of a device, if their first collective would do it; nothing on the CPU."""
-        if self.group is not None and device.type == "cuda":
-            self._device.warm_up(device)
+        if self.group is None or device.type != "cuda":
+            return
+        self._device.warm_up(device)
+        if self._numbers is not None:
+            self._numbers.warm_up(device)
+            self.numbers_on = device
+
+    def send_numbers_by(self, other: Communicator, device: torch.device) -> None:
+        """Send few numbers on a GPU in the group of another communicator, of the same ranks in the same order."""
+        if other.size > 1 and other.is_native:
+            self._numbers, self.numbers_on = other._device, device
+
+    @property
+    def is_native(self) -> bool:
+        """True if tensors of a GPU go by its own library."""
+        return self._device.is_native
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
         self._host.abort()
         self._device.abort()
+        if self.gpu_group is not None and self._numbers is not None:
+            self._numbers.abort()
 
     @property
     def buffer_bytes(self) -> int:
@@ -498,6 +533,40 @@ class Communicator:
         with self._instrumentation.begin_here("exchange", of, value) as watched, span:
             self._instrumentation.compare(watched)
             return self._control.all_gather_small(value)
+
+    def all_gather_numbers(self, value: Tensor, of: Subject = "") -> Tensor:
+        """Every rank's few numbers, in rank order, where they are: on a GPU its stream waits for them, not the host.
+
+        On a GPU it is a sum with zeros, which is exact and takes NCCL log2(ranks) rounds, where a gather goes round
+        them all. The sign of a zero is lost.
+
+        Args:
+            value: Of the same shape on all ranks, on `numbers_on`.
+            of: What they are, for the watchdog's reports.
+        """
+        everyone = value.new_zeros((self.size, *value.shape))
+        everyone[self.rank].copy_(value)
+        if self.size == 1:
+            return everyone
+        flat, instrumentation = everyone.view(-1), self._instrumentation
+        carrier = self._host if self._numbers is None or flat.is_cpu else self._numbers
+        sent = self._count("control", value)
+        watched = instrumentation.begin("all_reduce", of, flat)
+        job = carrier.all_reduce(flat, 1.0) or carrier.all_gather(flat)
+        started = carrier.start(instrumentation.around(job.run, None, sent, watched, flat.device))
+        instrumentation.pending("control", [] if started is None else [started], watched, job.then).wait()
+        return everyone
+
+    def to_host(self, value: Tensor) -> Tensor:
+        """Copy to the host what these ranks have computed together; it waits for the device, and so for the ranks.
+
+        The watchdog looks at the collectives that the device has under way.
+
+        Raises:
+            DesyncError: If they never end, where a watchdog watches.
+        """
+        with self._instrumentation.reading(), self.observed.span("control"):
+            return value.cpu()
 
     def all_to_all(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], most: int, of: Subject = ""

@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.process_group import end_group, has_process_group, own_group, try_connections
+from zero_strategy.comm.process_group import (
+    end_group,
+    group_takes_gpu,
+    has_process_group,
+    own_group,
+    try_connections,
+)
 from zero_strategy.comm.store import StoreBarrier, gather_everywhere, own_store
 from zero_strategy.config import WatchdogConfig
 from zero_strategy.runtime.compute_device import bytes_beside_torch
@@ -275,7 +281,7 @@ class Mesh:
             shard_control = group_of(rows, backend="gloo")
         divided = Communicator(None, counters)
         if tensor_groups is not None and len(tensor_groups[0]) > 1:
-            divided = group_of([list(ranks) for ranks in tensor_groups], backend="gloo")
+            divided = on_host_and_gpus([list(ranks) for ranks in tensor_groups], limit, counters)
         tokens = [
             list(dp_group[at : at + sequence]) for dp_group in dp_groups for at in range(0, len(dp_group), sequence)
         ]
@@ -321,11 +327,14 @@ class Mesh:
             if control.group is not None:
                 try_connections(control.group)
         groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)))
+        # Of numbers alone: most of these are there on the host only.
+        groups += [one for one in (self.tensor, *self.further.values()) if one.gpu_group is not None]
         if device.type != "cuda" or all(one.size == 1 for one in groups):
             return
         before = bytes_beside_torch(device)
         for communicator in groups:
             communicator.warm_up(device)
+        self.shard_control.send_numbers_by(self.reduce, device)
         self.communicator_bytes = max(0, bytes_beside_torch(device) - before)
 
     def close(self) -> None:
@@ -345,13 +354,13 @@ class Mesh:
                 StoreBarrier(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").wait_for_all("close()")
         communicators = self._communicators
         # Noted before `close` lets go of them, and each once: several communicators may share a group.
-        groups = {one.group: None for one in communicators if one.group is not None}
+        groups = [group for one in communicators for group in (one.group, one.gpu_group) if group is not None]
         for communicator in communicators:
             communicator.close()
         if self.watchdog is not None:
             self.watchdog.close()
         # In the order of `_communicators`, the same on all ranks: NCCL ends a communicator with all of its ranks.
-        for group in groups:
+        for group in dict.fromkeys(groups):
             end_group(group)
 
     def _join(self, further: Mapping[str, Communicator]) -> None:
@@ -392,6 +401,21 @@ class Mesh:
         for meeting, control in ((self.world_group.barrier, world_group), (self.barrier, self.control)):
             assert control.group is not None
             meeting.guarded(watchdog, dist.get_process_group_ranks(control.group))
+
+
+def on_host_and_gpus(
+    lists: Sequence[Sequence[int]], timeout: timedelta, counters: CommunicationCounters
+) -> Communicator:
+    """Connect ranks on the host, and on GPUs for few numbers if they may be on some. A collective, as `own_group`.
+
+    Args:
+        lists: Ranks of each group; every rank is in one.
+        timeout: Of their collectives.
+        counters: Where what is sent gets counted.
+    """
+    host = own_group(lists, timeout=timeout, backend="gloo")
+    gpus = own_group(lists, timeout=timeout, backend="nccl") if group_takes_gpu() else None
+    return Communicator(host, counters, owns=True, gpu_group=gpus)
 
 
 def _check_dp_groups(dp_groups: Sequence[Sequence[int]], world: int, replicate: int, shard: int) -> None:

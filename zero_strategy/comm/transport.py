@@ -178,12 +178,17 @@ class Collectives(ABC):
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends; from any thread."""
         if self.group is not None:
-            with suppress(RuntimeError):  # this group has nothing for such a device
-                Group(backend_of(self.group, self.device), list(range(self.size))).abort()
+            break_group(self.group, self.device)
 
     def close(self) -> None:
         """Let go of threads, buffers and the process group."""
         self.group = None
+
+
+def break_group(group: dist.ProcessGroup, device: str) -> None:
+    """Break this rank's connections in a group, for one kind of device, so that every wait for them ends."""
+    with suppress(RuntimeError):  # this group has nothing for such a device
+        Group(backend_of(group, device), list(range(dist.get_world_size(group)))).abort()
 
 
 def _carries(group: dist.ProcessGroup, device: str) -> bool:
@@ -552,6 +557,11 @@ class DeviceCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self._is_nccl = group is not None and "nccl" in dist.get_backend(group)
+
+    @property
+    def is_native(self) -> bool:
+        """True if tensors go by the device's own library, and not by way of the host."""
+        return self._is_nccl
 
     def warm_up(self, device: torch.device) -> None:
         """One element by each of the ways that buckets go. Only queued; the ranks have met to make the communicator.

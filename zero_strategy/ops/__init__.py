@@ -27,6 +27,7 @@ from zero_strategy.ops.multi_tensor import (
     scale_,
     stats_on_host,
     stats_to_host,
+    sums_and_flags,
     unflatten_,
 )
 from zero_strategy.ops.optimizers import (
@@ -59,6 +60,7 @@ __all__ = [
     "grad_stats",
     "stats_on_host",
     "stats_to_host",
+    "sums_and_flags",
     "l2norm",
     "scale_",
     "axpby_",

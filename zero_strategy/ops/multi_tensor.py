@@ -58,6 +58,20 @@ def stats_on_host(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tenso
     return stats_to_host(*grad_stats(tensors, order))
 
 
+def sums_and_flags(tensors: Tensors, norm_type: float | str = 2.0) -> tuple[Tensor, Tensor, bool]:
+    """The results of `grad_stats` where the tensors are, and whether counts are exact.
+
+    On a GPU without the kernels a count takes a further pass over the tensor, so there it is 1 where a sum is not
+    finite, which elements may be the reason of, or the size of their powers.
+    """
+    check_tensors({"tensors": tensors}, {})
+    order = norm_order(norm_type)
+    if len(tensors) and lacks_kernels(tensors[0].device):
+        sums = foreach.power_sums(tensors, order)
+        return sums, sums.isfinite().logical_not().to(torch.int64), False
+    return *grad_stats(tensors, order), True
+
+
 def stats_to_host(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Float64 sums and integer counts on the CPU; from another device by one copy, for which the host waits."""
     if sums.is_cpu:

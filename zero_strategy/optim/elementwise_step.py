@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.ops.library import lacks_kernels
 from zero_strategy.optim.fused import Segment, UpdateRule, rule_for, rule_in_memory
-from zero_strategy.optim.grad_norm import Shard
 from zero_strategy.optim.muon import MuonAdamW, muon_groups
 from zero_strategy.optim.optimizer_checks import check_elementwise, check_matrices, is_matrix_optimizer
 from zero_strategy.optim.pieces import Row
+from zero_strategy.optim.power_sums import Shard
 from zero_strategy.optim.state_bits_check import wants_codes
 from zero_strategy.optim.step_method import PieceStep, SteppedOptimizer
 from zero_strategy.optim.streamed import Update

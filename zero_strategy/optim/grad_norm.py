@@ -20,11 +20,9 @@ from zero_strategy import ops
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.offload.chunks import OffloadedPart, visit
-from zero_strategy.ops.library import FLOATS, norm_order
-
-Shard = Tensor | OffloadedPart
-"""A rank's part of a gradient: in memory, or in a tier, from which it is read a few elements at a time."""
+from zero_strategy.ops.library import norm_order
+from zero_strategy.optim.norm_totals import norm_totals
+from zero_strategy.optim.power_sums import Shard
 
 
 @dataclass(frozen=True)
@@ -90,101 +88,22 @@ def global_norm(
     shards, groups = list(shards), list(groups)
     factors = [1.0] * len(shards) if scales is None else scales
     if math.isinf(norm_type):
-        largest, finite = _totals(shards, norm_type, groups, factors, look)
+        largest, finite = norm_totals(shards, norm_type, groups, factors, look)
         return GradientNorm(largest, finite)
-    total, finite = _totals(shards, norm_type, groups, factors, look)
+    total, finite = norm_totals(shards, norm_type, groups, factors, look)
     if not finite:
         return GradientNorm(total, False)
     if math.isfinite(total):
         return GradientNorm(total ** (1.0 / norm_type), True)
     # finite numbers whose powers are not: as multiples of the largest
     # All ranks come here together: total and flag are the same on each of them.
-    largest, _ = _totals(shards, math.inf, groups, factors)
+    largest, _ = norm_totals(shards, math.inf, groups, factors)
     parts = [
         (shard if isinstance(shard, Tensor) else shard.read()).detach().double() * (factor / largest)
         for shard, factor in zip(shards, factors, strict=True)
     ]
-    total, _ = _totals(parts, norm_type, groups, [1.0] * len(parts))
+    total, _ = norm_totals(parts, norm_type, groups, [1.0] * len(parts))
     return GradientNorm(largest * total ** (1.0 / norm_type), True)
-
-
-def _totals(
-    shards: Sequence[Shard],
-    norm_type: float,
-    groups: Sequence[Communicator],
-    factors: Sequence[float],
-    look: Callable[[Tensor, Tensor], None] | None = None,
-) -> tuple[float, bool]:
-    """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite."""
-    is_max = math.isinf(norm_type)
-    sums, counts = _all_power_sums(shards, norm_type)
-    scales = torch.tensor(factors, dtype=torch.float64).abs()
-    # A factor that is not finite makes all values of its part so.
-    counts = counts + ~torch.isfinite(scales)
-    # Factors go into the sums, which saves a pass over the gradients.
-    sums = sums * (scales if is_max else scales**norm_type)
-    if look is not None:
-        look(sums, counts)
-    # A rank may have no part, and torch refuses the maximum of nothing.
-    total = sums.max() if is_max and len(sums) else sums.sum()
-    found = torch.stack([total, counts.sum().double()])
-    # One axis of the mesh after the other: what one has added up is a rank's part on the next.
-    for group in groups:
-        values = torch.stack(group.all_gather_small(found, "the gradient norm"))
-        summed = values.sum(dim=0)
-        found = torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
-    return float(found[0]), float(found[1]) == 0
-
-
-def _all_power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, Tensor]:
-    """`_power_sums` of tensors and of what is in tiers."""
-    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
-    here = {index: shard for index, shard in enumerate(shards) if isinstance(shard, Tensor)}
-    away = dict[int, OffloadedPart]()
-    for index, shard in enumerate(shards):
-        if not isinstance(shard, OffloadedPart):
-            continue
-        # The reduction has summed these on the way to the tier: nothing need be read again.
-        if shard.powers is not None and shard.powers[0] == norm_type:
-            sums[index] = shard.powers[1]
-            nonfinite[index] = shard.powers[2]
-        else:
-            away[index] = shard
-    is_max = math.isinf(norm_type)
-
-    def add(indices: Sequence[int], values: Sequence[Tensor]) -> None:
-        found, counts = _power_sums(values, norm_type)
-        at = torch.tensor(indices)
-        sums[at] = torch.maximum(sums[at], found) if is_max else sums[at] + found
-        nonfinite[at] += counts
-
-    if here:
-        add(list(here), list(here.values()))
-    keys = list(away)
-    visit(list(away.values()), lambda positions, values: add([keys[position] for position in positions], values))
-    return sums, nonfinite
-
-
-def _power_sums(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Sum of |x| ** norm_type (inf: largest |x|) of every tensor, and how many x are not finite, on the CPU."""
-    sums, nonfinite = torch.zeros(len(shards), dtype=torch.float64), torch.zeros(len(shards), dtype=torch.int64)
-    by_device: dict[torch.device, list[int]] = {}
-    others: dict[torch.device, list[int]] = {}  # that the op does not take
-    for index, shard in enumerate(shards):
-        if shard.dtype in FLOATS and shard.is_contiguous():
-            by_device.setdefault(shard.device, []).append(index)
-        # Torch refuses the maximum of nothing, and nothing adds nothing.
-        elif shard.numel():
-            others.setdefault(shard.device, []).append(index)
-    for indices in others.values():
-        values = [shards[index].detach() for index in indices]
-        norms = torch.stack([torch.linalg.vector_norm(value, norm_type, dtype=torch.float64) for value in values])
-        norms = norms if math.isinf(norm_type) else norms**norm_type
-        counts = torch.stack([(~torch.isfinite(value)).sum() for value in values])
-        sums[indices], nonfinite[indices] = ops.stats_to_host(norms, counts)
-    for indices in by_device.values():
-        sums[indices], nonfinite[indices] = ops.stats_on_host([shards[index].detach() for index in indices], norm_type)
-    return sums, nonfinite
 
 
 class OwnGradients:

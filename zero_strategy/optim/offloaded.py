@@ -23,7 +23,6 @@ from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorS
 from zero_strategy.optim.coded_state import SCALES, codes_key, in_form
 from zero_strategy.optim.elementwise_step import why_opaque
 from zero_strategy.optim.fused import UpdateRule, rule_for
-from zero_strategy.optim.grad_norm import Shard
 from zero_strategy.optim.muon import MOMENTUM, muon_groups
 from zero_strategy.optim.muon_step import Directions, MuonParts
 from zero_strategy.optim.optimizer_checks import (
@@ -36,6 +35,7 @@ from zero_strategy.optim.optimizer_checks import (
 from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
 from zero_strategy.optim.own_steps import OwnSteps
 from zero_strategy.optim.pieces import Row
+from zero_strategy.optim.power_sums import Shard
 from zero_strategy.optim.step_method import PieceStep, SteppedOptimizer
 from zero_strategy.optim.streamed import StreamedStep, Update
 

@@ -22,9 +22,9 @@ from zero_strategy.fsdp.layout import Piece
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
-from zero_strategy.optim.grad_norm import Shard
 from zero_strategy.optim.own_steps import state_after_steps, trial_state
 from zero_strategy.optim.pieces import Pieces, Row
+from zero_strategy.optim.power_sums import Shard
 from zero_strategy.optim.state_book import StateBook
 from zero_strategy.optim.streamed import Update
 from zero_strategy.runtime.torch_private import without_grad

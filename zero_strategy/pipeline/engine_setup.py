@@ -28,7 +28,8 @@ from zero_strategy.activation.functional import non_reentrant_checkpoint
 from zero_strategy.activation.offload import Storages, add_storage
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
-from zero_strategy.comm.process_group import own_group, world_size
+from zero_strategy.comm.mesh import on_host_and_gpus
+from zero_strategy.comm.process_group import world_size
 from zero_strategy.config import DEFAULT, ResolvedConfig, ZeroConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.pipeline.lowering import lower
@@ -196,10 +197,11 @@ def part_of(module: PipelineModule, root: nn.Module, prefix: str, ties: TiedWeig
 
 
 def _pipe(module: PipelineModule, timeout: float) -> Communicator:
-    alone, limit = module.num_stages == 1, timedelta(seconds=timeout)
+    counters = CommunicationCounters()
+    if module.num_stages == 1:
+        return Communicator(None, counters)
     # On the host whatever the device: counts, flags and objects go there.
-    group = None if alone else own_group(module.mpu().pipe_groups, timeout=limit, backend="gloo")
-    return Communicator(group, CommunicationCounters(), owns=True)
+    return on_host_and_gpus(module.mpu().pipe_groups, timedelta(seconds=timeout), counters)
 
 
 def _rank_labels(module: PipelineModule) -> RankLabels:

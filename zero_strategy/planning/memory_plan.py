@@ -244,7 +244,10 @@ class MemoryPlan:
         """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
         shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
         if self.device_type != "cpu":
-            groups = 2 * (shard > 1) + (replicas > 1) + (self.resolved.config.mesh.sequence > 1)
+            config = self.resolved.config
+            groups = 2 * (shard > 1) + (replicas > 1) + (config.mesh.sequence > 1)
+            # The norm of a clip goes among these, too.
+            groups += ((config.mesh.tensor or 1) > 1) + (config.pipeline.stages > 1)
             nbytes = groups * self.communicator_bytes
             yield Entry("communication", "device", COMMUNICATORS, nbytes, nbytes)
             return

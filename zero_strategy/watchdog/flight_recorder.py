@@ -206,6 +206,23 @@ class CollectiveLog:
             watched.work.wait()
             watched.work = _DeviceEnd(self._stream.record_event())
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, the host waits for a device, and so for the collectives that it has under way.
+
+        It is no entry of what threads wait in: the oldest of those collectives, of whichever group, says whom.
+
+        Raises:
+            DesyncError: If the ranks cannot go on: then connections were broken, and what was read is no result.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watchdog.failure is not None:
+                raise self.watchdog.explained(error, CollectiveRecord(self, self.count)) from error
+            raise
+        self.watchdog.check()
+
     def oldest_under_way(self) -> CollectiveRecord | None:
         """The first such one that is not over."""
         # To ask an event would break a CUDA graph that another thread captures.
