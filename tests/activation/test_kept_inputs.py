@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from tests.activation.nets import value
 from zero_strategy.activation.functional import Checkpointer
+from zero_strategy.activation.kept_inputs import ContiguousMemory, HostArena, LeavingMemory
 from zero_strategy.activation.settings import CheckpointSettings, ModelParallel
 
 ALONE = ModelParallel()
+CPU = torch.device("cpu")
 INPUT = 4 * 64 * 4
 """Bytes of an input of the tests."""
 
@@ -34,6 +37,61 @@ def kept(run: Checkpointer) -> tuple[int, int]:
     """Bytes that graphs need, bytes that outlast them."""
     assert run.kept is not None
     return run.kept.kept_bytes, run.kept.reserved_bytes
+
+
+class Queue:
+    """A stream whose copies are over when the test says so."""
+
+    over = False
+
+    def record_event(self) -> Queue:
+        return self
+
+    def query(self) -> bool:
+        return self.over
+
+
+def arena_with_a_copy_under_way(queue: Queue) -> tuple[HostArena, LeavingMemory]:
+    """Memory of 4096 bytes that has just been given back."""
+    leaving = LeavingMemory(lambda: [queue])
+    arena = HostArena(leaving)
+    arena.free(arena.take(4096, CPU, ""))
+    return arena, leaving
+
+
+def test_host_memory_is_not_unmapped_under_a_copy() -> None:
+    """Neither where a larger record takes its place nor where nobody keeps inputs any more."""
+    for end in (lambda arena: arena.take(8192, CPU, ""), HostArena.close):
+        queue = Queue()
+        arena, leaving = arena_with_a_copy_under_way(queue)
+        memory = weakref.ref(arena._free[False][0])
+        end(arena)
+        gc.collect()
+        assert memory() is not None
+        queue.over = True
+        leaving.look()
+        gc.collect()
+        assert memory() is None
+
+
+def test_the_contiguous_buffer_of_the_host_is_not_unmapped_under_a_copy() -> None:
+    queue = Queue()
+    leaving = LeavingMemory(lambda: [queue])
+    kept = ContiguousMemory(1, True, leaving)
+    lent = kept.take(4096, CPU, "a")
+    memory = weakref.ref(kept._host)
+    kept.free(lent)
+    lent = kept.take(4096, CPU, "another")
+    kept.close()  # while a graph has a record in it
+    assert kept.reserved_bytes
+    gc.collect()
+    assert memory() is not None and len(leaving._waiting) == 1
+    kept.free(lent)
+    assert len(leaving._waiting) == 2 and not kept.reserved_bytes
+    queue.over = True
+    leaving.look()
+    gc.collect()
+    assert memory() is None
 
 
 @pytest.mark.parametrize("on_host", [False, True])

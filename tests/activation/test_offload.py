@@ -174,6 +174,27 @@ def test_blocks_are_used_again_and_given_up() -> None:
     assert blocks.taken == 2 * 8192 + 4096
 
 
+class CopyUnderWay:
+    """The end of a copy, which has not come yet."""
+
+    over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+def test_a_block_is_not_unmapped_under_a_copy() -> None:
+    """However long the copy takes; when it is over, the next pass gives the block up."""
+    blocks, copy = HostBlocks(pinned=False), CopyUnderWay()
+    large = blocks.take(100_000)
+    large.last = copy
+    blocks.give_back(large)
+    for over, taken in ((False, 102_400 + 4096), (False, 102_400 + 4096), (True, 4096)):
+        copy.over = over
+        blocks.give_back(blocks.take(4096))
+        assert blocks.taken == taken
+
+
 def test_nothing_moves_on_the_cpu(ranks: Launcher) -> None:
     engine = engine_of(seeded(Transformer, 2), "full")
     assert engine.activations.store is None

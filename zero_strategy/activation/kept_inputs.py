@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor
 from zero_strategy.activation.settings import CheckpointSettings
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.offload.tier import HeldCopy, HeldForCopies, HostMemory, Streams, streams_of
+from zero_strategy.runtime.compute_device import beside_captures
 
 
 class KeptMemory(Protocol):
@@ -37,7 +38,11 @@ class KeptMemory(Protocol):
         ...
 
     def free(self, memory: Tensor) -> None:
-        """Nobody needs these bytes any more."""
+        """Nobody needs these bytes any more, but for copies that are under way."""
+        ...
+
+    def close(self) -> None:
+        """No record is to come; the memory of those that are there goes with them."""
         ...
 
     @property
@@ -58,6 +63,34 @@ class DeviceMemory:
     def free(self, memory: Tensor) -> None:
         """Nothing: the tensor goes with its record."""
 
+    def close(self) -> None:
+        """Nothing, likewise."""
+
+
+class LeavingMemory:
+    """Memory of the host that nobody needs any more, until copies from and to it are over: it is not unmapped earlier.
+
+    The host does not wait for them; it looks when there is something to give up, or a record to keep.
+
+    Args:
+        streams: Gives the streams that copy now.
+    """
+
+    def __init__(self, streams: Callable[[], Iterable[Any]]) -> None:
+        self._streams = streams
+        self._waiting: list[tuple[HostMemory, list[Any]]] = []
+
+    def give_up(self, memory: HostMemory) -> None:
+        """Let it go when all that is queued now is over."""
+        self._waiting.append((memory, [stream.record_event() for stream in self._streams()]))
+        self.look()
+
+    def look(self) -> None:
+        """Let go of what no copy uses any more."""
+        if self._waiting:
+            with beside_captures():  # to ask an event would break a CUDA graph that is captured just now
+                self._waiting = [one for one in self._waiting if not all(event.query() for event in one[1])]
+
 
 class HostArena:
     """Each record is host memory of its size in whole pages, page-locked for copies from a GPU, used again afterwards.
@@ -65,10 +98,14 @@ class HostArena:
     Locking pages takes longer than filling them, so what a step needed stays for the next one. Where records change
     their size from step to step, one that is large enough serves, and what is too small goes: there are never more of
     them than were needed at one time.
+
+    Args:
+        leaving: Where memory goes that is given up.
     """
 
-    def __init__(self) -> None:
-        self._locks = True
+    def __init__(self, leaving: LeavingMemory) -> None:
+        self._locks, self._closed = True, False
+        self._leaving = leaving
         self._free: dict[bool, list[HostMemory]] = {False: [], True: []}
         self._lent: dict[int, tuple[bool, HostMemory]] = {}
 
@@ -79,11 +116,12 @@ class HostArena:
         fitting = [memory for memory in free if memory.nbytes >= nbytes]
         if fitting:
             memory = min(fitting, key=_size)
-        elif free:
-            memory = max(free, key=_size)
-        if free:
             free.remove(memory)
-        if not fitting:
+        else:
+            if free:
+                too_small = max(free, key=_size)
+                free.remove(too_small)
+                self._leaving.give_up(too_small)
             memory = _host(nbytes, pinned)
             self._locks &= memory.pinned or not pinned  # where it failed the next ones need not try
         # By the address, which is what the slice that comes back still tells.
@@ -93,7 +131,17 @@ class HostArena:
     def free(self, memory: Tensor) -> None:
         """Keep it for a later record."""
         pinned, whole = self._lent.pop(memory.data_ptr())
-        self._free[pinned].append(whole)
+        if self._closed:
+            self._leaving.give_up(whole)
+        else:
+            self._free[pinned].append(whole)
+
+    def close(self) -> None:
+        """Give up what waits for a record, and what is lent as it comes back."""
+        self._closed = True
+        for free in self._free.values():
+            while free:
+                self._leaving.give_up(free.pop())
 
     @property
     def reserved_bytes(self) -> int:
@@ -108,10 +156,12 @@ class ContiguousMemory:
     Args:
         number: Of records.
         on_host: In host memory.
+        leaving: Where memory of the host goes that is given up.
     """
 
-    def __init__(self, number: int, on_host: bool) -> None:
-        self._number, self._on_host = number, on_host
+    def __init__(self, number: int, on_host: bool, leaving: LeavingMemory) -> None:
+        self._number, self._on_host, self._leaving = number, on_host, leaving
+        self._closed = False
         self._buffer: Tensor | None = None
         self._host: HostMemory | None = None
         self._layout: str | None = None
@@ -147,14 +197,28 @@ class ContiguousMemory:
         """Make room for another record."""
         assert self._buffer is not None
         self._free.append((memory.data_ptr() - self._buffer.data_ptr()) // self._slot_bytes)
+        if self._closed:
+            self._give_up()
+
+    def close(self) -> None:
+        """Give the buffer up, if no record is in it; else when the last one goes."""
+        self._closed = True
+        self._give_up()
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the buffer."""
         return 0 if self._buffer is None else self._number * self._slot_bytes
 
+    def _give_up(self) -> None:
+        """Let go of memory of the host that has no record."""
+        if self._host is not None and len(self._free) == self._number:
+            self._leaving.give_up(self._host)
+            self._host = self._buffer = None
+
     def _make(self, nbytes: int, device: torch.device, layout: str) -> None:
         total = self._number * nbytes
+        self._give_up()
         if self._on_host:
             self._host = _host(total, device.type == "cuda")
             self._buffer = self._host.bytes[:total]
@@ -234,17 +298,19 @@ class KeptInputs:
 
     def __init__(self, settings: CheckpointSettings, communicator: Communicator) -> None:
         self._settings, self._communicator = settings, communicator
+        copies: dict[torch.device, _Copies | None] = {}
+        self._copies = copies
+        self._leaving = LeavingMemory(lambda: [one.stream for one in copies.values() if one is not None])
         self._memory = self._new_memory()
         self._records: weakref.WeakSet[KeptRecord] = weakref.WeakSet()
         self._last: weakref.ref[KeptRecord] | None = None
-        self._copies: dict[torch.device, _Copies | None] = {}
         self.prefetches = 0
 
     def _new_memory(self) -> KeptMemory:
         if self._settings.contiguous_checkpointing:
             assert self._settings.num_checkpoints is not None  # the settings have checked it
-            return ContiguousMemory(self._settings.num_checkpoints, self._settings.checkpoint_in_cpu)
-        return HostArena() if self._settings.checkpoint_in_cpu else DeviceMemory()
+            return ContiguousMemory(self._settings.num_checkpoints, self._settings.checkpoint_in_cpu, self._leaving)
+        return HostArena(self._leaving) if self._settings.checkpoint_in_cpu else DeviceMemory()
 
     @property
     def parts(self) -> int:
@@ -273,6 +339,7 @@ class KeptInputs:
 
     def reset(self) -> None:
         """Let go of all memory. What a graph still needs stays with that graph."""
+        self._memory.close()
         self._memory, self._last = self._new_memory(), None
 
     def takes(self, leaf: Any) -> bool:
@@ -303,6 +370,7 @@ class KeptInputs:
             pieces.append(_Piece(tuple(tensor.shape), stride, tensor.dtype, numel, end))
             end += -(-pieces[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
         device = tensors[0].device
+        self._leaving.look()
         layout = f"{', '.join(f'{piece.dtype} {list(piece.shape)}' for piece in pieces)} on {device}"
         memory = self._memory.take(end, device, layout)
         previous = None if self._last is None else self._last()
