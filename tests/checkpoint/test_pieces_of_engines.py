@@ -258,3 +258,30 @@ def test_a_disk_that_fails_on_one_host_while_loading_is_an_error_on_all(
 ) -> None:
     for said in ranks(2)(look_fails, tmp_path, what):
         assert "Input/output error" in said
+
+
+def folder_cannot_be_listed(root: Path) -> bool:
+    """One host cannot list the folder that its pieces are in, where saves beside this one might be."""
+    enter(root, [0, 1])
+    net, engine, optimizer = make(2)
+    train(net, optimizer, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save("run")
+    saved, listed = digest(engine, optimizer), Path.iterdir
+
+    def failing(path: Path) -> Any:
+        if path == Path.cwd():
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    train(net, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(Path, "iterdir", failing)
+        engine.load(Path.cwd() / "run")
+    return digest(engine, optimizer) == saved
+
+
+def test_a_folder_that_one_host_cannot_list_keeps_nobody_waiting(tmp_path: Path, ranks: Launcher) -> None:
+    assert ranks(2, timeout=60)(folder_cannot_be_listed, tmp_path) == [True, True]

@@ -147,6 +147,30 @@ def local_outputs() -> None:
         engine.evaluate([(torch.ones(1, 4), None)], 1)
 
 
+def fails_alone(silent: int) -> str:
+    """Error of a model that one rank cannot divide, while the other is in torch's collectives of the division."""
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+
+    def refuse(layer: nn.Module, name: str, mesh: Any) -> None:
+        if name == "1" and torch.distributed.get_rank() == silent:
+            raise KeyError("no file of weights")
+        divide(layer, name, mesh)
+
+    try:
+        PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], topology=topology, parallelize=refuse)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_cannot_divide_its_layers_is_not_waited_for(ranks: Launcher) -> None:
+    """Within the bound of the test's ranks, a tenth of the group's."""
+    for silent in (0, 1):
+        found = ranks(2, timeout=120)(fails_alone, silent)
+        assert found[silent] == "KeyError: 'no file of weights'"
+        assert "layers cannot be divided" in found[1 - silent] and f'{silent}: "KeyError' in found[1 - silent]
+
+
 def test_what_is_no_division(ranks: Launcher) -> None:
     ranks(2)(not_divided)
     ranks(2)(local_outputs)

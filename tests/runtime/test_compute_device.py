@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from tests.device.gpus import Gpus
+from zero_strategy.activation.rng import CudaRNGStatesTracker, RandomState, seed_model_parallel
+from zero_strategy.activation.settings import ModelParallel
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.offload.tier import CudaStreams, HostMemory
@@ -123,6 +125,8 @@ def test_all_states_move_however_the_device_was_named(given: str) -> None:
 
 _CURRENT = ("current_stream", "default_stream", "synchronize", "Stream", "mem_get_info", "current_device", "set_device")
 """Functions of `torch.cuda` that mean the thread's current device where they are given none, or change it."""
+_OF_GENERATORS = {"get_rng_state": 1, "set_rng_state": 2, "manual_seed": 2, "seed": 1, "initial_seed": 1}
+"""Likewise of its generator, and how many arguments name another; seeds cannot, but a device's own generator can."""
 _OF_THE_CURRENT = {
     "runtime/compute_device.py": "is the place",
     "compat/deepspeed/environment.py": "DeepSpeed's accelerator, which speaks of the current device",
@@ -138,7 +142,9 @@ def _unnamed(path: Path) -> list[str]:
             continue
         called = ast.unparse(node.func)
         name = called.removeprefix("torch.cuda.")
-        if called.startswith("torch.cuda.") and name in _CURRENT:
+        if called.startswith("torch.cuda.") and len(node.args) + len(node.keywords) < _OF_GENERATORS.get(name, 0):
+            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {called}")
+        elif called.startswith("torch.cuda.") and name in _CURRENT:
             if name in ("current_device", "set_device") or not (node.args or node.keywords):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {called}")
         elif called.endswith(".record") and not node.args and "torch.cuda.Event" in path.read_text():
@@ -150,6 +156,38 @@ def test_calls_name_the_device_that_they_mean() -> None:
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if str(path.relative_to(PACKAGE)) not in _OF_THE_CURRENT]
     assert not [line for path in paths for line in _unnamed(path)]
     assert _unnamed(Path(compute_device.__file__))
+
+
+class DeviceGenerator:
+    """A GPU's, which keeps what it is seeded with."""
+
+    seed = 0
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed = seed
+
+
+def test_a_tracker_seeds_the_generator_of_its_own_device(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that of the thread's current one."""
+    generators = tuple(DeviceGenerator() for _ in range(4))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators, raising=False)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: generators[gpus.current].manual_seed(seed))
+    tracker = CudaRNGStatesTracker("cuda:1")
+    monkeypatch.setattr(tracker, "add", lambda name, seed: None)  # which makes a generator there
+    seed_model_parallel(tracker, 7, ModelParallel())
+    assert [generator.seed for generator in generators] == [0, 7, 0, 0]
+
+
+def test_a_state_goes_back_to_the_device_that_it_is_of(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {torch.device("cuda", index): torch.tensor([index]) for index in range(4)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    before = RandomState.now()
+    states[torch.device("cuda", 2)] = torch.tensor([9])
+    gpus.current = 0
+    before.restore()
+    assert [int(state) for state in states.values()] == [0, 1, 2, 3]
 
 
 def test_a_thread_of_its_own_pins_where_memory_is_held(gpus: Gpus) -> None:

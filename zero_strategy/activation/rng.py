@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zero_strategy.activation.settings import ModelParallel
-from zero_strategy.runtime.compute_device import with_index
+from zero_strategy.runtime.compute_device import current_gpu, with_index
 
 DEFAULT_NAME = "model-parallel-rng"
 """The state for regions whose weights are divided among model-parallel ranks."""
@@ -301,7 +301,7 @@ def seed_model_parallel(tracker: CudaRNGStatesTracker, seed: int, place: ModelPa
     own = seed + _NEXT_GROUP * place.data_rank
     # `torch.manual_seed` would seed the other devices' generators and the host's as well.
     if tracker.device.type == "cuda":
-        torch.cuda.manual_seed(own)
+        _generator(tracker.device).manual_seed(own)
     else:
         torch.default_generator.manual_seed(own)
     # An earlier call may have taken the same seed, which `add` refuses.
@@ -316,17 +316,24 @@ def _check_seed(call: str, seed: int) -> None:
 
 @dataclass(frozen=True)
 class RandomState:
-    """States of the generators of a process."""
+    """States of the generators of a process.
+
+    Attributes:
+        host: Of torch.
+        python: Of Python.
+        device: Of torch on a GPU, and which one; None: there is none.
+    """
 
     host: Tensor
     python: Any
-    device: Tensor | None
+    device: tuple[torch.device, Tensor] | None
 
     @classmethod
     def now(cls) -> RandomState:
         """The present state of torch on the host and on the current CUDA device, and of Python."""
-        device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        return cls(torch.get_rng_state(), random.getstate(), device)
+        device = current_gpu() if torch.cuda.is_available() else None
+        state = None if device is None else (device, torch.cuda.get_rng_state(device))
+        return cls(torch.get_rng_state(), random.getstate(), state)
 
     @classmethod
     def seeded(cls, seed: int) -> RandomState:
@@ -341,7 +348,8 @@ class RandomState:
         torch.set_rng_state(self.host)
         random.setstate(self.python)
         if self.device is not None:
-            torch.cuda.set_rng_state(self.device)
+            device, state = self.device
+            torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ first is better, and nothing to speak of for buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -410,14 +410,17 @@ def _supply_small(engine: TrainState, reader: PieceReader) -> None:
 
 
 def _complete_beside(reader: PieceReader) -> dict[str, str]:
-    """Save -> place of what a save left complete without its name."""
+    """Save -> place of what a save left complete without its name, as far as this host can tell.
+
+    It is for a message alone, and other ranks wait for this one.
+    """
     found: dict[str, str] = {}
-    if isinstance(reader.directory, Path):
+    if not isinstance(reader.directory, Path):
+        return found
+    with suppress(OSError):  # the folder may not be listed, or its drive fails
         for path in all_beside(reader.directory, "tmp"):
-            try:
+            with suppress(OSError, ValueError):
                 found[Manifest.load(path).save] = str(path)
-            except (OSError, ValueError):
-                continue
     return found
 
 

@@ -44,8 +44,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.deferred import hand_over, make_replaceable
+from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.transport import break_group
 from zero_strategy.fsdp.dtensor import divided_alike
 from zero_strategy.fsdp.tensor_plan import division_by, own_plan
+from zero_strategy.runtime.compute_device import current_gpu
 from zero_strategy.runtime.terminal import report
 from zero_strategy.runtime.torch_private import children_of, non_persistent_buffers
 
@@ -64,15 +67,16 @@ def random_state_kept() -> Iterator[None]:
         torch.cuda.init()  # what is built will draw there
     python, numpy, host = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
     # Asking for the state would start CUDA; where nothing has started it, there is none to put back.
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    gpu = current_gpu() if torch.cuda.is_initialized() else None
+    device = None if gpu is None else torch.cuda.get_rng_state(gpu)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+        if gpu is not None and device is not None:
+            torch.cuda.set_rng_state(device, gpu)
 
 
 def seed_generators(seed: int) -> None:
@@ -81,7 +85,7 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)  # NumPy takes no larger ones
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+        torch.cuda.default_generators[current_gpu().index].manual_seed(seed)
 
 
 def draw_seed() -> int:
@@ -441,6 +445,37 @@ def _add(owner: nn.Module, part: str, module: nn.Module, name: str) -> None:
         raise ValueError(
             f"a layer cannot be called {name!r} in a PipelineModule, which uses {part!r} itself: {error}; rename it"
         ) from None
+
+
+def parallelize_together(
+    control: Communicator, layers: Sequence[BuiltLayer], parallelize: Parallelize | None, mesh: DeviceMesh
+) -> None:
+    """Divide the layers on all ranks; if that fails on one, raise on all. A collective.
+
+    It has collectives of torch's, which distributes parameters over the mesh, and in which the others of a mesh would
+    wait for a rank that fails alone until their group times out. So that rank breaks the group's connections.
+
+    Args:
+        control: All ranks.
+        layers, parallelize, mesh: See `parallelize_layers`.
+
+    Raises:
+        Exception: An error of this rank.
+        RuntimeError: An error of other ranks; names them and says it.
+    """
+    error: Exception | None = None
+    try:
+        parallelize_layers(layers, parallelize, mesh)
+    except Exception as caught:
+        error = caught
+        break_group(mesh.get_group(), mesh.device_type)
+    reports = control.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    failed = {rank: text for rank, text in enumerate(reports) if text is not None}
+    # Torch says no more than RuntimeError of a connection that another rank has broken.
+    if error is not None and (len(failed) == 1 or not isinstance(error, RuntimeError)):
+        raise error
+    if failed:
+        raise RuntimeError(f"layers cannot be divided; rank(s) failed: {failed}") from error
 
 
 def parallelize_layers(layers: Sequence[BuiltLayer], parallelize: Parallelize | None, mesh: DeviceMesh) -> None:

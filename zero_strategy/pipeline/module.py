@@ -30,7 +30,7 @@ from zero_strategy.pipeline.building import (
     build_layers,
     draw_seed,
     name_layers,
-    parallelize_layers,
+    parallelize_together,
     register,
 )
 from zero_strategy.pipeline.partition import LayerProfile, divide, uniform_bounds
@@ -258,9 +258,7 @@ class PipelineModule(nn.Module):
         # Before ties are made, which hold parameters: dividing puts others in their place.
         mesh = self.tensor_mesh()
         if mesh is not None and (self._parallelize is not None or mesh.size() > 1):
-            # Unlike other actions, this one has collectives: torch distributes parameters over the mesh. What all ranks
-            # of a mesh refuse is an error at once; one that fails alone is waited for until their group times out.
-            together(control, lambda: parallelize_layers(self._built, self._parallelize, mesh))
+            parallelize_together(control, self._built, self._parallelize, mesh)
         lengths = [stop - start for start, stop in bounds]
         starts = [sum(lengths[:chunk]) for chunk in range(self.chunks)]
         self._chunks = [self._built[start : start + length] for start, length in zip(starts, lengths)]

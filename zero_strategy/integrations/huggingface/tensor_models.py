@@ -19,6 +19,7 @@ from zero_strategy.fsdp.dtensor import is_dtensor, tensor_ranks
 from zero_strategy.fsdp.tensor_plan import Plan, check_heads, own_plan, parallelize, styles_of
 from zero_strategy.quantized.scales import keeps_dtype
 from zero_strategy.quantized.wrapped import is_wrapped
+from zero_strategy.runtime.compute_device import current_gpu
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,7 +183,7 @@ def _check_dropout(model: Any, mesh: DeviceMesh) -> None:
     if not drops and not getattr(config, "attention_dropout", 0.0):
         return
     states: list[Any] = [None] * mesh.size()
-    state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
+    state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state(current_gpu())
     dist.all_gather_object(states, crc32(state.numpy().tobytes()), group=mesh.get_group())
     if len(set(states)) > 1:
         raise ValueError(

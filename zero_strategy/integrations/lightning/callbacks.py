@@ -288,25 +288,34 @@ class FailureAgreement:
     """True if all ranks are in exception handling together, as after Ctrl-C, so that they may save a checkpoint.
 
     Until `forget` is called the ranks are asked once only.
+
+    They meet under the engine's name, since engines are made by all ranks together. A script may make more strategies
+    on one rank than on another, so their number names only what is asked before there is an engine.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = min(seconds, AGREEMENT_SECONDS)
-        self._name = f"exception{next(_numbers)}"
+        self._name = f"strategy{next(_numbers)}"
         self._together: bool | None = None
-        self._barrier: StoreBarrier | None = None
+        self._barriers: dict[str, StoreBarrier] = {}
 
-    def together(self, place: str) -> bool:
-        """True if every rank has come here, at the same `place`; False at the latest after ten seconds."""
+    def together(self, place: str, engine: str = "") -> bool:
+        """True if every rank has come here, at the same `place`; False at the latest after ten seconds.
+
+        Args:
+            place: In words.
+            engine: The name of the engine that trains; "": there is none.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         if self._together is None:
-            # The constructor comes before there is a process group.
-            if self._barrier is None:
+            # The constructor comes before there is a process group. One for each name: it counts the meetings.
+            key = f"exception.{engine or self._name}"
+            if key not in self._barriers:
                 rank, world = dist.get_rank(), dist.get_world_size()
-                self._barrier = StoreBarrier(rank, world, self._seconds, self._name)
+                self._barriers[key] = StoreBarrier(rank, world, self._seconds, key)
             try:
-                self._barrier.wait_for_all(f"going on after an exception, {place},")
+                self._barriers[key].wait_for_all(f"going on after an exception, {place},")
                 self._together = True
             except RuntimeError:  # nobody came, or the store is gone with its rank
                 self._together = False

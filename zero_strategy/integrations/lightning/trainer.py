@@ -475,7 +475,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         assert self._lightning_module is not None
         if self.engine is not None and self.engine.desync is not None:
             return True  # connections are broken: there is nothing that ranks could still do together
-        return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}")
+        engine = "" if self.engine is None else self.engine.mesh.world_group.barrier.prefix
+        return not self._failure.together(f"global step {self._lightning_module.trainer.global_step}", engine)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; nothing after an exception of this rank alone.
