@@ -92,7 +92,9 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """The host waits for it; another thread finds it there, and what it does is not the host's."""
+        if threading.get_ident() != self.recorder.thread:
+            return
         self.recorder.look()
         self.recorder.syncs.append("an event")
         self.recorder.learn(HOST, self.clock)
@@ -363,7 +365,15 @@ class RecordedCollectives(Collectives):
 
     def all_gather(self, flat: Tensor) -> Job:
         """See `Collectives`."""
-        return Job(lambda: self._queue("all_gather", [flat.chunk(self.size)[self.rank]], [flat]))
+
+        def run() -> RecordedWork:
+            # In place: the own slice is sent from there, and not written to.
+            with torch.utils._python_dispatch._disable_current_modes():
+                slices = list(flat.chunk(self.size))
+            own = slices.pop(self.rank)
+            return self._queue("all_gather", [own], slices)
+
+        return Job(run)
 
     def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
         """See `Collectives`."""

@@ -20,6 +20,7 @@ from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.comm.delta import Words, changed_of, dense, encode, words_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.publish.folder import Digest
+from zero_strategy.publish.host_copies import SliceCopies, SliceCopy
 from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.train_state import TrainState
 
@@ -48,6 +49,8 @@ class _Log:
         seen: The bucket's generation up to which all changes are known; None: within a step.
         payloads: Coded changes by key, one after the other; None: these are unknown, or more than the values.
         former: Values before the step that is under way.
+        copy: The same, of a device, on their way to the host.
+        last: The copy of the values after the last step, on a device.
         coding: A job of the thread.
     """
 
@@ -56,6 +59,8 @@ class _Log:
     seen: int | None = None
     payloads: dict[str, bytes] | None = field(default_factory=dict)
     former: list[Words] = field(default_factory=list)
+    copy: SliceCopy | None = None
+    last: SliceCopy | None = None
     coding: Future[None] | None = None
 
 
@@ -76,6 +81,7 @@ class ChangeRecorder:
         self._thread = BackgroundWorker("zero-publish")
         self._coding: list[_Log] = []
         self._errors: list[BaseException] = []
+        self._copies = SliceCopies(engine.model.device)
 
     # ---- told by the optimizers' steps ----
 
@@ -96,7 +102,15 @@ class ChangeRecorder:
             # Each of these keeps former values in memory.
             while len(self._coding) >= _MOST_WAITING:
                 self._await(self._coding.pop(0))
-            if log.payloads is not None:
+            self._drop_copy(log)  # of a step that failed
+            if log.last is not None:
+                log.last.let_change()
+            if log.payloads is None:
+                continue
+            if self._goes_beside(bucket, log):
+                log.copy = self._copy(bucket, log)
+                log.copy.let_change()
+            else:
                 log.former = [words_of(self._values(bucket, each, copy=True)) for each in log.ranges]
 
     def after(self, buckets: Sequence[ParameterBucket]) -> None:
@@ -107,18 +121,49 @@ class ChangeRecorder:
                 continue
             former, log.former, log.seen = log.former, [], bucket.generation
             if log.payloads is None:
+                self._drop_copy(log)
+                continue
+            if log.copy is not None:
+                old, log.copy = log.copy, None
+                log.last = self._copy(bucket, log)
+                log.coding = self._thread.submit(partial(self._code_copies, log, old, log.last))
+                self._coding.append(log)
                 continue
             now: Iterable[Words] = self._now(bucket, log)
             if bucket.shard.vector is not None:  # a tier's files are this thread's
                 self._code(log, former, now)
                 continue
-            if bucket.device.type != "cpu":  # and so are a device's streams; host memory is read where it is coded
-                now = list(now)
+            # Host memory is read where it is coded.
             log.coding = self._thread.submit(partial(self._code, log, former, now))
             self._coding.append(log)
 
     def _now(self, bucket: ParameterBucket, log: _Log) -> Iterator[Words]:
         return (words_of(self._values(bucket, each)) for each in log.ranges)
+
+    def _goes_beside(self, bucket: ParameterBucket, log: _Log) -> bool:
+        """True if values come from a device by copies that nobody waits for here."""
+        return bool(log.ranges) and bucket.shard.vector is None and not self._copies.at_once
+
+    def _copy(self, bucket: ParameterBucket, log: _Log) -> SliceCopy:
+        """Begin one copy of all ranges, with what lies between them."""
+        first, last = log.ranges[0].offset, log.ranges[-1].offset + log.ranges[-1].numel
+        values = bucket.shard.read(first, last).detach()
+        return self._copies.begin(values, first, self._converted(values.dtype))
+
+    def _drop_copy(self, log: _Log) -> None:
+        if log.copy is not None:
+            self._copies.give_back(log.copy)
+            log.copy = None
+
+    def _code_copies(self, log: _Log, former: SliceCopy, new: SliceCopy) -> None:
+        """Code changes, in the thread, when values are there."""
+        try:
+            former.wait()
+            new.wait()
+            self._code(log, former.words(log.ranges), new.words(log.ranges))
+        finally:
+            self._copies.give_back(former)
+            self._copies.give_back(new)
 
     def _await(self, log: _Log) -> None:
         """Wait for its coding; after an error there, which `take` raises, its changes are unknown."""
@@ -129,7 +174,7 @@ class ChangeRecorder:
             self._errors.append(error)
 
     @staticmethod
-    def _code(log: _Log, former: list[Words], now: Iterable[Words]) -> None:
+    def _code(log: _Log, former: Iterable[Words], now: Iterable[Words]) -> None:
         """Code changes, in the thread; the bucket's next `before` waits for it: values are those after this step."""
         assert log.payloads is not None
         held = sum(map(len, log.payloads.values()))
@@ -162,7 +207,11 @@ class ChangeRecorder:
         # Until it is over the thread reads values, which may go once this returns; errors have nobody to hear of them.
         for log in self._coding:
             self._await(log)
+        for log in self._logs.values():
+            if log.copy is not None:  # of a step that failed; its memory must not go under it
+                log.copy.wait()
         self._logs, self._buffers, self._coding, self._errors = {}, {}, [], []
+        self._copies.close()
 
     def _new_log(self, bucket: ParameterBucket) -> _Log:
         ranges = list(_ranges(bucket))
