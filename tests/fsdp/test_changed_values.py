@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.engine.nets import loss_of, net
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 from zero_strategy.config import load_config
+from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.optim import MuonAdamW, split_matrices
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -22,6 +24,17 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon": lambda model: MuonAdamW(split_matrices(model), muon={"lr": 1e-5}, adamw={"lr": 1e-5}),
 }
 STEPS = 5
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_coding_changes_of_a_gpu_is_warned_of(device: str) -> None:
+    mesh: Any = None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ChangedValues(mesh, torch.device(device))
+    words = [str(one.message) for one in told]
+    assert ["communication.parameters: delta codes changes on the host" in one for one in words] == [True] * len(words)
+    assert len(words) == (1 if device == "cuda:1" else 0) and all("from cuda:1 twice" in one for one in words)
 
 
 class Run:

@@ -10,6 +10,7 @@ step.
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -30,10 +31,18 @@ class ChangedValues:
 
     Args:
         mesh: The ranks.
+        device: Of the values; a GPU is warned of by name.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
+        if device.type == "cuda":
+            warnings.warn(
+                "communication.parameters: delta codes changes on the host: each step copies this rank's slice from "
+                f"{device} twice and every other slice once each way, and waits for it (seconds per GB). On a GPU it "
+                "is of use where a slow network connects the ranks; else leave it at values",
+                stacklevel=4,
+            )
         self._former: dict[int, Tensor] = {}
         self._coded: dict[int, bytes] = {}
         self._seen: dict[int, int] = {}

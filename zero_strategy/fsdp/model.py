@@ -164,14 +164,7 @@ class ShardedModel:
         self.engine: object | None = None
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
-        self.changed_values = ChangedValues(mesh) if sends_changes else None
-        if sends_changes and self.device.type == "cuda":
-            warnings.warn(
-                "communication.parameters: delta codes changes on the host: each step copies this rank's slice from "
-                f"{self.device} twice and every other slice once each way, and waits for it (seconds per GB). On a GPU "
-                "it is of use where a slow network connects the ranks; else leave it at values",
-                stacklevel=3,
-            )
+        self.changed_values = ChangedValues(mesh, self.device) if sends_changes else None
         if self.changed_values is not None:
             self.recorders.add(self.changed_values)
         check_unsharded(module.parameters())
