@@ -25,7 +25,8 @@ class Backward:
         running: Autograd runs it, or an exception tore it apart.
         begun: Buckets that have begun.
         seen: By bucket, the indices of parameters whose `p.grad` was set in this backward.
-        awaited: Hooks of gradients that autograd is about to add, or, in `torch.autograd.grad`, keeps to itself.
+        awaited: Hooks of parameters whose `p.grad` was emptied for a gradient that autograd is about to add, or, in
+            `torch.autograd.grad`, keeps to itself.
         left: Buckets that left before the ranks agreed, in order.
         next: Place in the plan's order of the first bucket that has not left.
     """

@@ -37,10 +37,14 @@ MOST_WAITING = 1 << 20
 """Bytes of gradients of a bucket that wait for each other, at most."""
 
 
+ALWAYS_WAITING = 1 << 18
+"""Bytes of gradients that may wait in any bucket: all those of a small one."""
+
+
 def most_waiting(nbytes: int) -> int:
     """Bytes of gradients that may wait to be copied together into a bucket of so many."""
-    # They are held beside the bucket's own buffer: an eighth more memory at most.
-    return min(MOST_WAITING, nbytes // 8)
+    # They are held beside the bucket's own buffer: an eighth more memory at most, but for a few pages.
+    return min(MOST_WAITING, nbytes, max(nbytes // 8, ALWAYS_WAITING))
 
 
 class FlatGradients:
@@ -219,16 +223,31 @@ class LocalSums:
             self.copy_waiting()
             buffer.shaped[index].add_(gradient)
             return
-        self.live.add(index)
-        nbytes = gradient.nbytes
-        # Lent memory changes when the caller goes on; a part of a larger tensor would keep all of it.
-        if lent or nbytes > self._most_waiting or gradient.untyped_storage().nbytes() > nbytes:
-            buffer.shaped[index].copy_(gradient)
+        if not lent and self.let_wait(index, gradient):
             return
-        if self._waiting_bytes + nbytes > self._most_waiting:
+        self.live.add(index)
+        buffer.shaped[index].copy_(gradient)
+
+    def let_wait(self, index: int, gradient: Tensor) -> bool:
+        """Keep the first gradient of a parameter, if it is a small one, to be copied with others; False: it is not.
+
+        Args:
+            index: Of the parameter.
+            gradient: A plain tensor, of which the caller lets go.
+        """
+        most = self._most_waiting
+        if self._buffer is None or self.handed or index in self.live or gradient.layout is not torch.strided:
+            return False
+        nbytes = gradient.nbytes
+        # A part of a larger tensor would keep all of it.
+        if nbytes > most or gradient.untyped_storage().nbytes() > nbytes:
+            return False
+        if self._waiting_bytes + nbytes > most:
             self.copy_waiting()
+        self.live.add(index)
         self._waiting[index] = gradient
         self._waiting_bytes += nbytes
+        return True
 
     @without_grad  # a gradient may have one of its own, and be read from outside of a backward
     def copy_waiting(self) -> None:

@@ -49,6 +49,7 @@ class GradientBucket:
         keeps_whole: Whether the buffer of local sums stays, and `reduced` is a part of it.
         live: Indices of parameters that hold a reduced gradient.
         late: Gradients that came after the bucket had left in this backward, by index.
+        filled: Indices of parameters whose `p.grad` may have something in it, in a backward that has begun.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
         own: Gradients of this rank that are not reduced yet.
         reduced: The sum of reductions, of what this rank owns.
@@ -72,6 +73,7 @@ class GradientBucket:
         self.version = 0
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
+        self.filled: set[int] = set()
         self.reduced = ReducedSums(bucket, dtype, store)
         self._reduction: Reduction | None = None
         self._side = side or SideStream()
@@ -92,6 +94,7 @@ class GradientBucket:
         # Before the switch, on which it depends how a reduction ends.
         self.finish()
         self.keeps_whole = True
+        self._fill_all()
         # The sum so far has memory of its own; from here on its place is in the buffer.
         self.reduced.set_aside(copy=False)
 
@@ -100,10 +103,15 @@ class GradientBucket:
         self.version += 1
         self.finish()
         # Before factors are carried out, since those of removed gradients go with them.
-        self.sync_handles()
+        self.filled = self.sync_handles()
+        if self.keeps_whole or self._shows_gradient:
+            self._fill_all()  # what is shown changes with each reduction
         # New gradients are added to the sum: a factor that waits is not for them.
         self._factors.carry_out()
         self._set_shadow()
+
+    def _fill_all(self) -> None:
+        self.filled = set(range(len(self.bucket.parameters)))
 
     def resume(self, index: int) -> None:
         """Go on as before `begin`: no gradient of parameter `index` came to be added."""
@@ -126,14 +134,24 @@ class GradientBucket:
             self.reduced.restore(self.own.zeros()[self.bucket.owned])
             self._show_all()
 
-    @without_grad
     def accumulate(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum; `lent`: its memory stays the caller's."""
         self.version += 1
+        # Nearly all gradients end here: this runs for each of them in every backward.
+        if type(gradient) is Tensor and not lent and self._takes_first() and self.own.let_wait(index, gradient):
+            return
+        self._accumulate(index, gradient, lent)
+
+    def _takes_first(self) -> bool:
+        """True if gradients are added to the local sum, not kept for a later reduction."""
+        # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
+        return self._reduction is None and not (self.keeps_whole and self.reduced.sum is not None)
+
+    @without_grad
+    def _accumulate(self, index: int, gradient: Tensor, lent: bool) -> None:
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             gradient = self.own.plain(index, gradient)
-        # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
-        if self._reduction is not None or (self.keeps_whole and self.reduced.sum is not None):
+        if not self._takes_first():
             known = self.late.get(index)
             # A copy: a hook of the user's may hold autograd's tensor, and the next one is added in place.
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
@@ -272,6 +290,7 @@ class GradientBucket:
     def show(self, index: int) -> None:
         """Set `p.grad` of a parameter that holds a gradient to its handle."""
         self.bucket.parameters[index].grad = self.handle(index)
+        self.filled.add(index)
 
     def _show_all(self) -> None:
         """Set `p.grad` anew where it may be the gradient itself: while a part of the sum is set aside it is not."""
@@ -302,15 +321,29 @@ class GradientBucket:
         """
         if self.live and not any(gradient is not None for gradient in shown):
             self._forget_sums()
-            for index in list(self.live):
-                self._forget(index)
+            if self.own.live or self.shown.any_written():
+                for index in list(self.live):
+                    self._forget(index)
+            else:  # as in most steps, and in a few calls
+                self.live.clear()
+                self._factors.clear()
 
     @without_grad
-    def sync_handles(self) -> None:
-        """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced."""
+    def sync_handles(self) -> set[int]:
+        """Follow what the user did to `p.grad`: removed, zeroed in place, or replaced.
+
+        Returns:
+            Indices of parameters with something in it.
+        """
         grads = grads_of(self.bucket.parameters)
+        filled = {index for index, shown in enumerate(grads) if shown is not None}
         # All at once first, as `zero_grad` removes them: nothing has to be zeroed, and memory can go.
         self._notice_removed([grads[index] for index in self.live])
+        # Where nothing is shown and nothing held there is nothing to look at; else nearly always all is as it was.
+        if not filled and not self.live and not self.own.live:
+            return filled
+        if self.shown.are_untouched(grads, filled, self.live | self.own.live):
+            return filled
         for index, shown in enumerate(grads):
             known = shown is not None and self.shown.is_known(index, shown)
             if shown is not None and not known:  # the user's own, or another one was replaced, and all have new handles
@@ -330,6 +363,7 @@ class GradientBucket:
                 self.show(index)
                 if not zeroed:
                     self.shown.refuse(index)
+        return filled
 
     def _drop(self, index: int) -> None:
         self._forget(index)

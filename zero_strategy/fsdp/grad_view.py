@@ -35,6 +35,7 @@ from zero_strategy.runtime.torch_private import (
     foreach_zero_,
     in_backward,
     version_of,
+    versions_of,
 )
 
 _STANDS_FOR = {
@@ -309,7 +310,7 @@ class ReadableGradients(Protocol):
 
     def finish(self) -> None: ...
 
-    def sync_handles(self) -> None: ...
+    def sync_handles(self) -> object: ...
 
     def local_sum(self, index: int) -> Tensor | None: ...
 
@@ -462,6 +463,24 @@ class GradientViews:
     def is_known(self, index: int, shown: Tensor) -> bool:
         """True if `p.grad` is what it was set to."""
         return shown is self._handles.get(index)
+
+    def are_untouched(self, shown: Sequence[Tensor | None], filled: set[int], holding: set[int]) -> bool:
+        """True if every `p.grad` is what it was set to, and is there where a gradient is held; in a few calls of torch.
+
+        Args:
+            shown: That of each parameter.
+            filled: Indices of those that are not None.
+            holding: Indices of those that hold a gradient.
+        """
+        handles = self._handles
+        if not holding <= filled or any(shown[index] is not handles.get(index) for index in filled):
+            return False
+        return not self.any_written()
+
+    def any_written(self) -> bool:
+        """True if something that stands for a gradient was written to."""
+        now = versions_of(map(self._poisons.__getitem__, self._versions))
+        return now != list(self._versions.values())
 
     def written(self, index: int) -> bool:
         """True if what stands for the gradient was written to."""

@@ -211,21 +211,24 @@ class GradientReducer:
 
     def before_gradient(self, hook: ParameterHook) -> None:
         """Autograd is about to add to `p.grad`: the handle makes room, so that autograd hands its tensor over."""
+        # Few calls: this and the next run for every parameter in every backward.
         if not self._backward.running:
             self.begin_backward()
-        backward, number = self._backward, hook.number
+        backward, number, index = self._backward, hook.number, hook.index
         bucket = self.buckets[number]
         if number not in backward.begun:
             bucket.bucket.make_master()
             backward.begin(number, bucket)
-        bucket.bucket.parameters[hook.index].grad = None
-        backward.awaited.add(hook)
+        if index in bucket.filled:  # in the first backward of a step it is empty
+            bucket.bucket.parameters[index].grad = None
+            backward.awaited.add(hook)
 
     def after_gradient(self, hook: ParameterHook, parameter: Tensor) -> None:
         """The parameter's gradient of this backward is in `p.grad`."""
         backward, number, index = self._backward, hook.number, hook.index
         bucket = self.buckets[number]
-        backward.awaited.discard(hook)
+        if backward.awaited:
+            backward.awaited.discard(hook)
         gradient = parameter.grad
         if gradient is None:
             if keeps_dtype(parameter):
@@ -245,6 +248,7 @@ class GradientReducer:
             bucket.keep_whole()
         bucket.accumulate(index, gradient)
         parameter.grad = bucket.handle(index)
+        bucket.filled.add(index)
         backward.seen[number].add(index)
         self.plan.arrivals.append(number)
         # Stage 3 waits for the end of the unit: gathers and reductions interleave alike on all ranks.
@@ -545,6 +549,16 @@ class GradientReducer:
         # In a backward it is running by right, as where a hook adds a gradient.
         if self._backward.running and not in_backward():
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
+
+
+def _no_gradient(bucket: GradientBucket, index: int) -> Exception:
+    """The error for a parameter that was to get a gradient, and has none."""
+    name = bucket.bucket.names[index]
+    assert keeps_dtype(bucket.bucket.parameters[index]), f"no gradient of {name}"
+    return ValueError(
+        f"{name} requires a gradient since the engine was made, and is quantised: its layer gives none. Freeze it "
+        "again (requires_grad_(False)) and train an adapter"
+    )
 
 
 def _check_gathers(same: bool) -> None:

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from ctypes import c_char
 from dataclasses import dataclass
+from itertools import compress
 from types import CodeType, FrameType
 from typing import Any, Protocol, cast
 
@@ -555,7 +556,7 @@ def trained(parameters: Sequence[nn.Parameter], among: Container[int] | None = N
         among: Ids of those that count; None: all.
     """
     with DisableTorchFunctionSubclass():
-        found = {index for index, parameter in enumerate(parameters) if _REQUIRES_GRAD(parameter)}
+        found = set(compress(range(len(parameters)), map(_REQUIRES_GRAD, parameters)))
     return found if among is None else {index for index in found if id(parameters[index]) in among}
 
 
