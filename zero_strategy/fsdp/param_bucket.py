@@ -37,6 +37,7 @@ from zero_strategy.offload.tier import Landing, streams_of
 from zero_strategy.runtime.torch_private import (
     DisableTorchFunctionSubclass,
     holders_of,
+    in_transform,
     outside_transforms,
     without_grad,
 )
@@ -51,14 +52,16 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
     Out of `torch.func`'s transforms as well, which refuse writes to what they did not make.
     """
 
-    plainly = outside_transforms(without_grad(function))
+    here = without_grad(function)
+    plainly = outside_transforms(here)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return plainly(*args, **kwargs)
-        return plainly(*args, **kwargs)
+        # Four times per unit and step: calls around calls only where they are needed.
+        return plainly(*args, **kwargs) if in_transform() else here(*args, **kwargs)
 
     return call
 
@@ -177,6 +180,7 @@ class ParameterBucket:
     @flat.setter
     def flat(self, flat: Tensor) -> None:
         self._flat = flat
+        self._own: Tensor | None = None
 
     @property
     def _replicas(self) -> int:
@@ -360,7 +364,9 @@ class ParameterBucket:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
         if self.placement.in_place:
             return None
-        return self.shard.bring_into(self.flat[self.slice])
+        if self._own is None:
+            self._own = self.flat[self.slice]  # kept: a slice takes as long as the copy of a small one
+        return self.shard.bring_into(self._own)
 
     def finish_unshard(self) -> None:
         """Wait until the whole bucket is in and point the parameters at it."""

@@ -138,6 +138,7 @@ class InMemory(ShardStorage):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel(), tensor.dtype, tensor=tensor)
         self._tensor = tensor
+        self._split: tuple[PieceCuts, dict[int, Tensor]] | None = None
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -182,8 +183,10 @@ class InMemory(ShardStorage):
         return self if keep else None
 
     def split(self, cuts: PieceCuts, powers: Callable[[int], Powers | None]) -> Mapping[int, Tensor | OffloadedPart]:
-        """Views of all pieces, in one call of torch."""
-        return split_pieces(self._tensor, cuts)
+        """Views of all pieces, in one call of torch; kept, since a step asks several times."""
+        if self._split is None or self._split[0] is not cuts:
+            self._split = cuts, split_pieces(self._tensor, cuts)
+        return self._split[1]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> InMemory:
         """A storage of these values where `move` puts them."""

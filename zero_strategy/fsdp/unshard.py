@@ -546,6 +546,33 @@ class _OutputHook:
         unsharder.before_backward(unit, self._call, of_values=self._of_values)
 
 
+class _Look:
+    """The modules of a unit, as they were found.
+
+    Args:
+        parts: Each module, the ids of its children, and the number of its attributes if that tells enough, else -1.
+
+    Attributes:
+        open: Modules whose attributes may have results.
+    """
+
+    def __init__(self, parts: list[tuple[ref[nn.Module], list[int], int]]) -> None:
+        self._parts = parts
+        self.open = [known for known, _, size in parts if size < 0]
+
+    def still_holds(self, module: nn.Module) -> bool:
+        """True if the unit of `module` has the same modules, and those without results the same attributes."""
+        for known, ids, size in self._parts:
+            part = known()
+            if part is None or 0 <= size != len(part.__dict__):
+                return False
+            children = children_of(part)
+            # Most have none on either side.
+            if (children or ids) and list(map(id, children.values())) != ids:
+                return False
+        return self._parts[0][0]() is module
+
+
 class _ForwardHook(EphemeralHook):
     """Forward pre-hook (`enter`) or post-hook of one unit.
 
@@ -557,8 +584,8 @@ class _ForwardHook(EphemeralHook):
         self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sizes: dict[type, int] = {}
         """Numbers of attributes of modules without results among them."""
-        self._parts: list[tuple[ref[nn.Module], list[int], int]] = []
-        """The unit's modules at the last look: ids of children, and the number of attributes if it tells enough."""
+        self._looks: dict[int, _Look] = {}
+        """The last look at each module that has this hook, by id: the root's has several."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> Any:
         return self._run(is_compiling(), module, args, kwargs, *output)
@@ -614,10 +641,11 @@ class _ForwardHook(EphemeralHook):
 
     def _left_in(self, module: nn.Module) -> Iterator[Tensor]:
         """Results that this forward left in attributes of the unit's modules, such as auxiliary losses."""
-        if not self._are_as_before(module):
-            self._look_through(module)
-        for known, _, size in self._parts:
-            if size >= 0 or (part := known()) is None:
+        look = self._looks.get(id(module))
+        if look is None or not look.still_holds(module):
+            look = self._looks[id(module)] = self._look_through(module)
+        for known in look.open:
+            if (part := known()) is None:
                 continue
             for value in part.__dict__.values():
                 if id(type(value)) in _NO_TENSORS:  # nearly all: this runs in every forward
@@ -627,31 +655,22 @@ class _ForwardHook(EphemeralHook):
                     self._left[value] = True
                     yield value
 
-    def _are_as_before(self, module: nn.Module) -> bool:
-        """True if the unit has the modules of the last look, and those without results the same attributes."""
-        for known, children, size in self._parts:
-            part = known()
-            if part is None or 0 <= size != len(part.__dict__):
-                return False
-            if list(map(id, children_of(part).values())) != children:
-                return False
-        return bool(self._parts) and self._parts[0][0]() is module
-
-    def _look_through(self, module: nn.Module) -> None:
-        parts, seen = [module], {id(module)}
-        self._parts = []
-        for part in parts:
+    def _look_through(self, module: nn.Module) -> _Look:
+        modules, seen = [module], {id(module)}
+        parts: list[tuple[ref[nn.Module], list[int], int]] = []
+        for part in modules:
             children = list(children_of(part).values())
             for child in children:
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
-                    parts.append(child)
+                    modules.append(child)
             attributes, kind = part.__dict__, type(part)
             if kind not in self._sizes and kind.__module__.startswith(_PLAIN_MODULES):
                 if not any(isinstance(value, Tensor) for value in attributes.values()):
                     self._sizes[kind] = len(attributes)
             is_plain = self._sizes.get(kind) == len(attributes)
-            self._parts.append((ref(part), list(map(id, children)), len(attributes) if is_plain else -1))
+            parts.append((ref(part), list(map(id, children)), len(attributes) if is_plain else -1))
+        return _Look(parts)
 
     def check_copy(self, call: str) -> None:
         """Raise while the unit's parameters are released: a copy would have none."""
