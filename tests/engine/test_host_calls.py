@@ -21,7 +21,7 @@ from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 
 FEW, MORE, MANY = 6, 12, 24
-MOST = {1: 750, 2: 750, 3: 1080}
+MOST = {1: 660, 2: 660, 3: 1000}
 """Calls per unit of four parameters in a step of eight ranks, torch's among them, by stage."""
 
 

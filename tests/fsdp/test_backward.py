@@ -43,6 +43,37 @@ def test_an_assigned_gradient_beside_others(stage: int, reduction: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_stands_for_gradients_makes_room_for_more(stage: int) -> None:
+    """In a later micro-batch, for what is added before a parameter's own gradient has come, and not for `grad()`."""
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    config = load_config(stage=stage, gradient_reduction="per_micro_batch", units={"min_numel": 1 << 20})
+    engine, x = ZeroEngine(model, config, compute_dtype=torch.bfloat16), X.bfloat16()
+    first: list[Tensor] = []
+
+    def add(parameter: Tensor) -> None:
+        if not first:
+            first.append(parameter)
+            for layer in model:
+                if layer.weight is not parameter:
+                    engine.add_gradient(layer.weight, torch.ones(3, 3))
+
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(add)
+    for _ in range(2):
+        with engine.forward_scope():
+            with torch.no_grad():
+                model(x)
+            torch.stack([layer(x).sum() for layer in model]).sum().backward()
+    with engine.forward_scope():
+        with torch.no_grad():
+            model(x)
+        torch.autograd.grad(model[0](x).sum(), model[0].weight)
+    found = {float(layer.weight.grad.float().mean()): layer.weight is first[0] for layer in model}  # type: ignore
+    assert found == {2.0: True, 3.0: False}
+    engine.close()
+
+
 @pytest.mark.parametrize(("stage", "reduction"), STAGES)
 def test_a_gradient_that_is_added_inside_of_a_backward(stage: int, reduction: str) -> None:
     model, engine = build(stage, reduction)

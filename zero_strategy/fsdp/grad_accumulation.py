@@ -37,14 +37,10 @@ MOST_WAITING = 1 << 20
 """Bytes of gradients of a bucket that wait for each other, at most."""
 
 
-ALWAYS_WAITING = 1 << 18
-"""Bytes of gradients that may wait in any bucket: all those of a small one."""
-
-
 def most_waiting(nbytes: int) -> int:
     """Bytes of gradients that may wait to be copied together into a bucket of so many."""
-    # They are held beside the bucket's own buffer: an eighth more memory at most, but for a few pages.
-    return min(MOST_WAITING, nbytes, max(nbytes // 8, ALWAYS_WAITING))
+    # They are held beside the bucket's own buffer: an eighth more memory at most.
+    return min(MOST_WAITING, nbytes // 8)
 
 
 class FlatGradients:
@@ -176,6 +172,7 @@ class LocalSums:
 
     Attributes:
         live: Indices of parameters with a gradient.
+        buffer: Of all of them; None: there is none yet.
         handed: Gradients that are autograd's own tensors, by index; only without a buffer.
         hands_over: Whether there may be such: what the caller sends may be in parts, and the result needs no memory.
     """
@@ -190,14 +187,14 @@ class LocalSums:
         self._most_waiting = -1 if shown else most_waiting(bucket.layout.numel * dtype.itemsize)
         self.live: set[int] = set()
         self._told_dense: set[int] = set()
-        self._buffer: FlatGradients | None = None
+        self.buffer: FlatGradients | None = None
         self.handed: dict[int, Tensor] = {}
         self.hands_over = False
 
     @property
     def whole(self) -> Tensor | None:
         """The buffer of all of them."""
-        return None if self._buffer is None else self._buffer.flat
+        return None if self.buffer is None else self.buffer.flat
 
     def plain(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's own, dense values of a gradient of parameter `index` that is no plain tensor."""
@@ -211,7 +208,7 @@ class LocalSums:
 
     def add(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add a gradient (see `plain`); unless it is `lent` the caller lets go of it."""
-        buffer = self._buffer
+        buffer = self.buffer
         if buffer is None or self.handed:
             if buffer is None and self._is_handed_over(index, gradient):
                 self.handed[index] = gradient.detach().reshape(-1)  # it may have a graph (create_graph)
@@ -223,38 +220,23 @@ class LocalSums:
             self.copy_waiting()
             buffer.shaped[index].add_(gradient)
             return
-        if not lent and self.let_wait(index, gradient):
-            return
         self.live.add(index)
-        buffer.shaped[index].copy_(gradient)
-
-    def let_wait(self, index: int, gradient: Tensor) -> bool:
-        """Keep the first gradient of a parameter, if it is a small one, to be copied with others; False: it is not.
-
-        Args:
-            index: Of the parameter.
-            gradient: A plain tensor, of which the caller lets go.
-        """
-        most = self._most_waiting
-        if self._buffer is None or self.handed or index in self.live or gradient.layout is not torch.strided:
-            return False
-        nbytes = gradient.nbytes
-        # A part of a larger tensor would keep all of it.
-        if nbytes > most or gradient.untyped_storage().nbytes() > nbytes:
-            return False
+        nbytes, most = gradient.nbytes, self._most_waiting
+        # Lent memory changes when the caller goes on; a part of a larger tensor would keep all of it.
+        if lent or nbytes > most or gradient.untyped_storage().nbytes() > nbytes:
+            buffer.shaped[index].copy_(gradient)
+            return
         if self._waiting_bytes + nbytes > most:
             self.copy_waiting()
-        self.live.add(index)
         self._waiting[index] = gradient
         self._waiting_bytes += nbytes
-        return True
 
     @without_grad  # a gradient may have one of its own, and be read from outside of a backward
     def copy_waiting(self) -> None:
         """Bring into the buffer what waits."""
         if self._waiting:
-            assert self._buffer is not None
-            shaped = self._buffer.shaped
+            assert self.buffer is not None
+            shaped = self.buffer.shaped
             foreach_copy_([shaped[index] for index in self._waiting], list(self._waiting.values()))
         self._forget_waiting()
 
@@ -300,10 +282,10 @@ class LocalSums:
 
     def zeros(self) -> Tensor:
         """The buffer, of zeros if it is new."""
-        if self._buffer is None:
-            self._buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
+        if self.buffer is None:
+            self.buffer = FlatGradients(self.bucket.layout, self._new(torch.zeros))
         self.copy_waiting()
-        return self._buffer.flat
+        return self.buffer.flat
 
     def scattered(self) -> Scattered | None:
         """All of them as they lie, where none had to be copied; what has none is zero."""
@@ -316,7 +298,7 @@ class LocalSums:
 
     def complete(self) -> Tensor:
         """All of them in the buffer; what has none is zero. They are the caller's from now on."""
-        if self._buffer is None and not self.handed:
+        if self.buffer is None and not self.handed:
             self.zeros()
         else:
             shaped = self._settled().shaped
@@ -326,31 +308,31 @@ class LocalSums:
                     if index not in self.live:
                         view.zero_()
         self.live.clear()
-        assert self._buffer is not None
-        return self._buffer.flat
+        assert self.buffer is not None
+        return self.buffer.flat
 
     def give_back(self) -> None:
         """The buffer's values are of no use any more, nor are those of the tensors."""
-        if self._buffer is not None and self._reuse is not None:
-            self._reuse.give(self._buffer)
+        if self.buffer is not None and self._reuse is not None:
+            self._reuse.give(self.buffer)
         self.drop()
         self.handed.clear()
 
     def drop(self) -> None:
         """Let go of the buffer."""
-        self._buffer = None
+        self.buffer = None
         self._forget_waiting()
 
     def _collected(self) -> FlatGradients:
         """The buffer, with all that was handed over."""
-        if self._buffer is None:
-            self._buffer = self._empty()
+        if self.buffer is None:
+            self.buffer = self._empty()
         if self.handed:
             handed, self.handed = self.handed, {}
             for index, values in handed.items():
-                view = self._buffer.shaped[index]
+                view = self.buffer.shaped[index]
                 view.copy_(values.view(view.shape))
-        return self._buffer
+        return self.buffer
 
     def _settled(self) -> FlatGradients:
         """Local sums, with what waited added to them."""
@@ -376,9 +358,9 @@ class LocalSums:
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let them lie where `move` puts them."""
-        if self._buffer is not None:
+        if self.buffer is not None:
             self.copy_waiting()
-            self._buffer = FlatGradients(self.bucket.layout, move(self._buffer.flat))
+            self.buffer = FlatGradients(self.bucket.layout, move(self.buffer.flat))
         self.handed = {index: move(values) for index, values in self.handed.items()}
 
     def held(self) -> Iterator[Tensor]:

@@ -18,6 +18,8 @@ the handle, which is how the bucket learns of it, without any hook on the optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -137,21 +139,19 @@ class GradientBucket:
     def accumulate(self, index: int, gradient: Tensor, *, lent: bool = False) -> None:
         """Add this rank's `gradient` of parameter `index` to the local sum; `lent`: its memory stays the caller's."""
         self.version += 1
-        # Nearly all gradients end here: this runs for each of them in every backward.
-        if type(gradient) is Tensor and not lent and self._takes_first() and self.own.let_wait(index, gradient):
-            return
+        # Nearly all gradients but the first of a bucket: this runs for each of them in every backward.
+        if self._reduction is None and not self.keeps_whole and self.own.buffer is not None:
+            if type(gradient) is Tensor and gradient.layout is torch.strided and not torch.is_grad_enabled():
+                self.own.add(index, gradient, lent=lent)
+                return
         self._accumulate(index, gradient, lent)
-
-    def _takes_first(self) -> bool:
-        """True if gradients are added to the local sum, not kept for a later reduction."""
-        # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
-        return self._reduction is None and not (self.keeps_whole and self.reduced.sum is not None)
 
     @without_grad
     def _accumulate(self, index: int, gradient: Tensor, lent: bool) -> None:
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             gradient = self.own.plain(index, gradient)
-        if not self._takes_first():
+        # A parameter that fires after its bucket has left takes the next one; the buffer may hold reduced ones by now.
+        if self._reduction is not None or (self.keeps_whole and self.reduced.sum is not None):
             known = self.late.get(index)
             # A copy: a hook of the user's may hold autograd's tensor, and the next one is added in place.
             self.late[index] = gradient.to(self.dtype, copy=True) if known is None else known.add_(gradient)
@@ -319,7 +319,7 @@ class GradientBucket:
         Args:
             shown: The `p.grad` of each of `live`.
         """
-        if self.live and not any(gradient is not None for gradient in shown):
+        if self.live and not any(map(is_not, shown, repeat(None))):
             self._forget_sums()
             if self.own.live or self.shown.any_written():
                 for index in list(self.live):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_not
 from typing import Any, Protocol
 from weakref import ref
 
@@ -472,10 +473,10 @@ class GradientViews:
             filled: Indices of those that are not None.
             holding: Indices of those that hold a gradient.
         """
-        handles = self._handles
-        if not holding <= filled or any(shown[index] is not handles.get(index) for index in filled):
+        if not holding <= filled:
             return False
-        return not self.any_written()
+        others = map(is_not, map(shown.__getitem__, filled), map(self._handles.get, filled))
+        return not any(others) and not self.any_written()
 
     def any_written(self) -> bool:
         """True if something that stands for a gradient was written to."""

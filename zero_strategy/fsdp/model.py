@@ -573,6 +573,8 @@ class ShardedModel:
             self.changed_values.gather(stepped, copied=copied)
         elif (
             self.placement.shard_parameters  # nothing is gathered here: the next use does it
+            or not self.placement.shard_optimizer  # each rank has updated all
+            or self.mesh.shard_size == 1
             # Who records steps is told of all that a step has sent before it is over.
             or self.mesh.observed.observer is not None
             or not self.arrivals.are_seen()

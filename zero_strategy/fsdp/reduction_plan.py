@@ -114,9 +114,11 @@ class ReductionPlan:
             offset += count + 1
         # 15 bits each: an int16 takes no more.
         numbers = [gathers & 0x7FFF, raised, rules & 0x7FFF, rules >> 15]
+        last = dict(zip(self.arrivals, range(len(self.arrivals))))
         # Places beyond an int16 count as equally late.
-        last = {number: min(place, _UNTOUCHED - 1) for place, number in enumerate(self.arrivals)}
-        numbers.extend(last.get(number, _UNTOUCHED) for number in range(len(self.counts)))
+        numbers.extend(
+            min(last[number], _UNTOUCHED - 1) if number in last else _UNTOUCHED for number in range(len(self.counts))
+        )
         return torch.frombuffer(flags + array("h", numbers).tobytes(), dtype=torch.uint8)
 
     def learn(self, messages: Tensor) -> Agreement:
