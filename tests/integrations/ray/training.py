@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback, TrainingArguments
+
+from tests.integrations.ray.cluster import wait_for
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
@@ -68,23 +70,23 @@ class Placed(DataLoader[Any]):
 
 
 class Module(pl.LightningModule):
-    """A classifier; `fails` is called with the step before each."""
+    """A classifier; `before` is called with the number of each step."""
 
-    def __init__(self, fails: Any = None) -> None:
+    def __init__(self, before: Callable[[int], None] | None = None, lr: float = 1e-2) -> None:
         super().__init__()
-        self.net, self.fails = plain_net(), fails
+        self.net, self.before, self.lr = plain_net(), before, lr
         self.losses: list[str] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.fails is not None:
-            self.fails(self.trainer.global_step)
+        if self.before is not None:
+            self.before(self.trainer.global_step)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.losses.append(loss.item().hex())
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
 class OwnLoader(Module):
@@ -94,55 +96,85 @@ class OwnLoader(Module):
         return Placed()
 
 
-def fit(trainer: pl.Trainer, path: str | None = None, placed: bool = False, fails: Any = None) -> list[str]:
+def fit(
+    trainer: pl.Trainer,
+    path: str | None = None,
+    placed: bool = False,
+    before: Callable[[int], None] | None = None,
+    lr: float = 1e-2,
+) -> list[str]:
     """Train with shuffled data, which the Trainer divides among ranks; the losses of this rank in each bit.
 
     With `placed` the loader itself divides the data, and knows its place.
     """
     pl.seed_everything(0)
-    module = OwnLoader(fails) if placed else Module(fails)
+    module = (OwnLoader if placed else Module)(before, lr)
     trainer.fit(module, None if placed else DataLoader(rows(), batch_size=4, shuffle=True), ckpt_path=path)
     return module.losses
 
 
-def without_ray(stage: int, epochs: int, path: str | None = None, placed: bool = False) -> list[str]:
+def without_ray(stage: int, epochs: int, path: str | None = None, placed: bool = False, lr: float = 1e-2) -> list[str]:
     """The oracle, on the ranks of a pool."""
     from tests.integrations.lightning.trainers import trainer
     from zero_strategy import ZeroStrategy
 
     flags = {"max_epochs": epochs, "use_distributed_sampler": not placed}
-    return fit(trainer(ZeroStrategy(stage=stage), **flags), path, placed)
+    return fit(trainer(ZeroStrategy(stage=stage), **flags), path, placed, lr=lr)
 
 
 def lightning_worker(config: dict[str, Any]) -> None:
     """As in Ray's guide for Lightning, with another strategy; for each stage."""
-    from ray.train.lightning import RayLightningEnvironment, prepare_trainer
+    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 
     from zero_strategy.integrations.ray import RayReportCallback, RayZeroStrategy, reported_checkpoint
 
     path, placed = reported_checkpoint(), "dies" in config
     for stage in config["stages"]:
+        own = RayReportCallback(every_n_train_steps=config.get("every", 0))
         trainer = pl.Trainer(
             max_epochs=config["epochs"],
             devices="auto",
             accelerator="cpu",
             strategy=RayZeroStrategy(stage=stage),
             plugins=[RayLightningEnvironment()],
-            callbacks=[RayReportCallback(every_n_train_steps=config.get("every", 0))],
+            callbacks=[RayTrainReportCallback() if config.get("rays_callback") else own],
             use_distributed_sampler=not placed,
             **QUIET,
         )
         trainer = prepare_trainer(trainer)
-        fails = (lambda step: die_once(step, config["dies"])) if placed else None
-        losses = fit(trainer, path, placed, fails)
+        losses = fit(trainer, path, placed, lambda step: happen(step, config), config.get("lr", 1e-2))
         tell(config, f"stage{stage}", {"losses": losses, "world": trainer.world_size, "path": path})
 
 
-def die_once(step: int, mark: str) -> None:
-    """Rank 1 is killed in the first attempt, inside of the second epoch, a step behind a report."""
-    if step == 11 and dist.get_rank() == 1 and not os.path.exists(mark):
-        Path(mark).touch()
+def happen(step: int, config: dict[str, Any]) -> None:
+    """An event before a step.
+
+    `dies`: rank 1 is killed in the first attempt, inside of the second epoch, a step behind a report. `meets`: the
+    workers of as many runs wait until all of them are in their third step.
+    """
+    if "dies" in config and step == 11 and dist.get_rank() == 1 and not os.path.exists(config["dies"]):
+        Path(config["dies"]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if "meets" in config and step == 2:
+        folder = Path(config["folder"])
+        (folder / f"met.rank{dist.get_rank()}").touch()
+        wait_for(lambda: len(list(folder.parent.glob("*/met.rank*"))) == config["meets"] * dist.get_world_size())
+
+
+def sweep_trial(config: dict[str, Any]) -> None:
+    """A trial of Ray Tune: workers of its own, which report to it."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    folder = Path(config["folder"], f"lr{config['lr']}")
+    folder.mkdir()
+    TorchTrainer(
+        lightning_worker,
+        train_loop_config={**config, "folder": str(folder)},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(folder), name="run", callbacks=[TuneReportCallback()]),
+    ).fit()
 
 
 def tell(config: dict[str, Any], name: str, found: dict[str, Any]) -> None:
@@ -153,6 +185,33 @@ def tell(config: dict[str, Any], name: str, found: dict[str, Any]) -> None:
 def told(folder: Path, name: str, workers: int = 2) -> list[Any]:
     """Findings of each worker."""
     return [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(workers)]
+
+
+def measured_worker(config: dict[str, Any]) -> None:
+    """Growth of this worker's peak of resident memory in a report, in bytes; a small model has reported before."""
+    from zero_strategy import ZeroEngine
+    from zero_strategy.integrations.ray import report
+
+    settings = {"stage": 3, "units": {"min_numel": 0}}
+    for width in (64, config["width"]):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(config["units"])))
+        engine, optimizer = ZeroEngine(model, settings), torch.optim.AdamW(model.parameters())
+        with ended(engine):
+            engine.attach(optimizer)
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before = resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            report({"width": width}, engine.save)
+            growth, held = resident("VmHWM") - before, sum(engine.state_bytes().values())
+    tell(config, "measured", {"growth": growth, "held": held})
+
+
+def resident(entry: str) -> int:
+    """Bytes of an entry of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(entry)).split()[1]) * 1024
 
 
 # ---- other loops ----

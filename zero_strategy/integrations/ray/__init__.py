@@ -1,7 +1,8 @@
 """ZeRO in the workers of Ray Train: strategies that `prepare_trainer` accepts, and reports of sharded checkpoints.
 
 Ray starts the processes and their group; ranks, devices and samplers follow its context. Checkpoints are directories
-in the run's storage path that all workers write, and load at any number of workers. Ray is imported when a name is.
+in the run's storage path that all workers write, and load at any number of workers. Ray's notice that a node is about
+to be taken away makes all workers report. Ray is imported when a name is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_strategy.integrations.ray.callbacks import RayReportCallback
+    from zero_strategy.integrations.ray.notices import save_on_notice
     from zero_strategy.integrations.ray.reports import CHECKPOINT_NAME, report, reported_checkpoint
     from zero_strategy.integrations.ray.strategies import RayPipelineStrategy, RayZeroStrategy
     from zero_strategy.integrations.ray.transformers import RaySaveCallback
@@ -23,6 +25,7 @@ __all__ = [
     "RayZeroStrategy",
     "report",
     "reported_checkpoint",
+    "save_on_notice",
 ]
 
 _MODULE_OF = {
@@ -33,6 +36,7 @@ _MODULE_OF = {
     "RayZeroStrategy": "strategies",
     "report": "reports",
     "reported_checkpoint": "reports",
+    "save_on_notice": "notices",
 }
 
 if not TYPE_CHECKING:
