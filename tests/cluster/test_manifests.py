@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
@@ -99,15 +100,24 @@ def test_pytorchjob_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
         assert started.script.batch_size % (gpus * hosts) == 0, "it has to go on with any number of hosts"
 
 
-@pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
-def test_trainjob_and_runtime_have_documented_fields_alone(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "wrong"),
+    [
+        ("kubeflow_trainjob.yaml", "TrainingRuntime", ("spec", "replicas")),
+        ("kubeflow_trainjob.yaml", "TrainJob", ("spec", "replicas")),
+        ("hyperpod_pytorchjob.yaml", "HyperPodPyTorchJob", ("spec", "runPolicy", "backoffLimit")),
+        ("skypilot.yaml", "SkyPilotTask", ("resources", "spot")),
+    ],
+)
+def test_a_manifest_has_documented_fields_alone(name: str, kind: str, wrong: tuple[str, ...]) -> None:
     schema = json.loads((Path(__file__).parent / "schemas" / f"{kind}.json").read_text())
-    (document,) = (each for each in documents("kubeflow_trainjob.yaml") if each["kind"] == kind)
+    (document,) = (each for each in documents(name) if each.get("kind", kind) == kind)
     jsonschema.validate(document, schema)
-    wrong = copy.deepcopy(document)
-    wrong["spec"]["replicas"] = 4
-    with pytest.raises(jsonschema.ValidationError, match="replicas"):
-        jsonschema.validate(wrong, schema)
+    changed = copy.deepcopy(document)
+    place = functools.reduce(lambda place, key: place[key], wrong[:-1], changed)
+    place[wrong[-1]] = 4
+    with pytest.raises(jsonschema.ValidationError, match=wrong[-1]):
+        jsonschema.validate(changed, schema)
 
 
 def test_trainjob_and_runtime_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +146,38 @@ def test_trainjob_and_runtime_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(started.nproc_per_node) == gpus and started.script.replicate == trainer["numNodes"]
     assert started.script.batch_size % (gpus * trainer["numNodes"]) == 0
     assert any(str(started.script.folder).startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
+def test_hyperpod_job_agrees() -> None:
+    (job,) = documents("hyperpod_pytorchjob.yaml")
+    (replicas,) = job["spec"]["replicaSpecs"]
+    container, env = check_pod(replicas["template"]["spec"])
+    queued = "kueue.x-k8s.io/queue-name" in job["metadata"]["labels"]
+    assert queued == ("spares" in replicas), "Kueue reserves the spares"
+    program, *words = substituted(container["command"], env)
+    started = torchrun(words)  # whose options the agent has
+    assert program == "hyperpodrun" and int(started.nnodes) == replicas["replicas"] == started.script.replicate
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert int(started.nproc_per_node) == int(job["spec"]["nprocPerNode"]) == gpus
+    assert started.script.batch_size % (gpus * replicas["replicas"]) == 0
+    assert any(str(started.script.folder).startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
+def test_skypilot_starts_a_torchrun_per_host(programs: Path, tmp_path: Path) -> None:
+    (task,) = documents("skypilot.yaml")
+    hosts, gpus = task["num_nodes"], task["resources"]["accelerators"].partition(":")[2]
+    addresses = "\n".join(f"10.0.0.{host}" for host in range(4, 4 + hosts))
+    variables = {
+        "SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(hosts), "SKYPILOT_NODE_RANK": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": gpus, **task["envs"],
+    }  # fmt: skip
+    env = environment(programs, **variables)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", task["run"]], env=env, cwd=ROOT, check=True, timeout=30)
+    started = torchrun(calls(tmp_path)[0][1:])
+    assert started.master_addr == "10.0.0.4" and started.node_rank == 2 and started.nnodes == str(hosts)
+    assert started.nproc_per_node == gpus and started.script.replicate == hosts
+    assert started.script.batch_size % (int(gpus) * hosts) == 0
+    assert any(str(started.script.folder).startswith(path) for path in task["volumes"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
