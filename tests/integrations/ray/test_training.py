@@ -10,35 +10,30 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.ray.training import lightning_worker, loops_without_ray, loops_worker, told, without_ray
+from tests.integrations.ray.cluster import one_node
+from tests.integrations.ray.training import (
+    lightning_worker,
+    loops_without_ray,
+    loops_worker,
+    measured_worker,
+    sweep_trial,
+    told,
+    without_ray,
+)
 from tests.launcher import Launcher
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 Run = Callable[..., Any]
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of this machine, on its loopback device."""
-    import ray
-
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    context = ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": environment},
-        log_to_driver=False,
-    )
-    yield context
-    ray.shutdown()
+    with one_node(cpus=6) as context:
+        yield context
 
 
 @pytest.fixture
@@ -80,6 +75,16 @@ def test_stages_train_as_without_ray_and_resume_at_one_worker(ranks: Launcher, t
     assert [alone["losses"]] == ranks(1)(without_ray, 3, 3, path)
 
 
+def test_rays_own_example_with_the_line_of_the_strategy_changed(ranks: Launcher, train: Run, tmp_path: Path) -> None:
+    result = train(lightning_worker, stages=[2, 3], epochs=1, rays_callback=True)
+    whole = ranks(2)(without_ray, 3, 2)
+    for stage in (2, 3):
+        assert [rank["losses"] for rank in told(tmp_path, f"stage{stage}")] == [losses[:6] for losses in whole]
+    # On one host its callback has copied a whole checkpoint, too.
+    again = ranks(2)(without_ray, 3, 2, f"{result.checkpoint.path}/checkpoint.ckpt")
+    assert again == [losses[6:] for losses in whole]
+
+
 def test_a_killed_worker_resumes_with_the_same_bits(ranks: Launcher, cluster: Any, train: Run, tmp_path: Path) -> None:
     result = train(lightning_worker, failures=1, stages=[3], epochs=2, every=2, dies=str(tmp_path / "died"))
     assert (tmp_path / "died").exists() and result.error is None
@@ -108,3 +113,31 @@ def test_loops_of_ones_own_of_accelerate_and_of_transformers(ranks: Launcher, tr
     for rank, found in zip(told(tmp_path, "transformers"), whole, strict=True):
         assert rank["first"] == rank["again"] == found["transformers"] and len(rank["again"]) == 6
     assert len(result.best_checkpoints) == 4
+
+
+def test_trials_of_a_sweep_train_at_once_as_each_alone(ranks: Launcher, cluster: Any, tmp_path: Path) -> None:
+    from ray import tune
+
+    rates = [1e-2, 3e-3]
+    config = {"folder": str(tmp_path), "stages": [3], "epochs": 1, "meets": len(rates), "lr": tune.grid_search(rates)}
+    run = tune.RunConfig(storage_path=str(tmp_path / "sweep"), name="sweep")
+    trials = tune.Tuner(sweep_trial, param_space=config, run_config=run).fit()
+    assert not trials.errors
+    for rate in rates:
+        folder = tmp_path / f"lr{rate}"
+        assert [rank["losses"] for rank in told(folder, "stage3")] == ranks(2)(without_ray, 3, 1, lr=rate)
+        (trial,) = (trial for trial in trials if trial.config["lr"] == rate)
+        # Each has its own report, in its own folder.
+        assert trial.metrics["step"] == 6 and trial.metrics["checkpoint_path"].startswith(str(folder))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc/self/clear_refs")
+def test_a_report_takes_no_more_memory_than_a_unit(train: Run, tmp_path: Path) -> None:
+    width, units = 2816, 4
+    train(measured_worker, width=width, units=units)
+    unit = 4 * width**2
+    for found in told(tmp_path, "measured"):
+        # Buffers of two thirds of a unit here, whatever the sizes of the model and its units.
+        assert found["growth"] <= unit, f"{found['growth'] / unit:.2f} units; all weights and moments are {3 * units}"
+        # Half of the weights and of their two moments, and of the gradients at most.
+        assert 3 * units * unit / 2 <= found["held"] <= 4.1 * units * unit / 2
