@@ -238,7 +238,7 @@ class GradientReducer:
                 )
             # A function of the user's has none for it: nothing is added, and what was there stays.
             if index in bucket.live:
-                parameter.grad = bucket.handle(index)
+                bucket.show(index)
             return
         if backward.divide_by != 1:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
@@ -549,16 +549,6 @@ class GradientReducer:
         # In a backward it is running by right, as where a hook adds a gradient.
         if self._backward.running and not in_backward():
             raise RuntimeError("the last backward ended with an exception: call engine.reset() before the next step")
-
-
-def _no_gradient(bucket: GradientBucket, index: int) -> Exception:
-    """The error for a parameter that was to get a gradient, and has none."""
-    name = bucket.bucket.names[index]
-    assert keeps_dtype(bucket.bucket.parameters[index]), f"no gradient of {name}"
-    return ValueError(
-        f"{name} requires a gradient since the engine was made, and is quantised: its layer gives none. Freeze it "
-        "again (requires_grad_(False)) and train an adapter"
-    )
 
 
 def _check_gathers(same: bool) -> None:
