@@ -417,7 +417,9 @@ def _norm(name: str, width: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _named(prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> NamedShapes:
-    return tuple((prefix + name, ParameterShape(shape)) for name, shape in shapes)
+    layers = {name: name.rpartition(".")[0] for name, _ in shapes}
+    casts = {name: "autocast" if layer in GPT_LINEARS else "" for name, layer in layers.items()}
+    return tuple((prefix + name, ParameterShape(shape, cast_as=casts[name])) for name, shape in shapes)
 
 
 _MOST_STEPS = 1 << 14

@@ -186,6 +186,10 @@ class _Quantised(nn.Linear):
         parameters_of(self).update(made)
         self.requires_grad_(False)
 
+    def forward(self, *inputs: Any) -> Any:
+        """Nothing: a plan computes nothing; a forward of its own, as those of bitsandbytes have."""
+        raise NotImplementedError
+
 
 class _Adapted(nn.Module):
     """A layer with an adapter, with the names of PEFT's."""
@@ -285,7 +289,9 @@ def _changed(named: NamedShapes, linears: Collection[str], way: Quantisation | N
         weights |= {layer: shape} if key == "weight" else {}
         made = way.parameters(*shape.shape)["weight"] if way is not None and key == "weight" else None
         frozen = way is not None or lora is not None
-        own.append((key, shape_of(made) if made is not None else replace(shape, requires_grad=not frozen)))
+        cast_as = shape.cast_as if way is None else ""  # quantised layers have a forward of their own
+        kept = replace(shape, requires_grad=not frozen, cast_as=cast_as)
+        own.append((key, shape_of(made) if made is not None else kept))
     for layer, shape in weights.items():
         own = found[layer]
         if way is not None:
@@ -295,8 +301,8 @@ def _changed(named: NamedShapes, linears: Collection[str], way: Quantisation | N
             outputs, inputs = shape.shape
             found[layer] = [(f"base_layer.{key}", each) for key, each in own]
             found[layer] += [
-                ("lora_A.default.weight", ParameterShape((lora, inputs))),
-                ("lora_B.default.weight", ParameterShape((outputs, lora))),
+                ("lora_A.default.weight", ParameterShape((lora, inputs), cast_as="autocast")),
+                ("lora_B.default.weight", ParameterShape((outputs, lora), cast_as="autocast")),
             ]
     prefix = _PREFIX if lora is not None else ""
     return tuple(
