@@ -231,14 +231,20 @@ def test_a_failure_on_one_host_is_one_on_all_and_changes_nothing(tmp_path: Path,
         assert sorted(path.name for path in (tmp_path / f"host{host}/run").iterdir()) == ["c", "latest"]
 
 
-def look_fails(root: Path, what: str) -> str:
-    """A disk that fails on one host when ranks look for what they have."""
+def saved_on_two_hosts(root: Path) -> tuple[Net, ZeroEngine, torch.optim.Optimizer]:
+    """An engine that has saved its pieces, each rank on a host of its own."""
     enter(root, [0, 1])
     net, engine, optimizer = make(2)
     train(net, optimizer, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine.save("run")
+    return net, engine, optimizer
+
+
+def look_fails(root: Path, what: str) -> str:
+    """A disk that fails on one host when ranks look for what they have."""
+    _, engine, _ = saved_on_two_hosts(root)
 
     def failing(*_: object) -> list[int]:
         raise OSError(5, "Input/output error")
@@ -262,12 +268,7 @@ def test_a_disk_that_fails_on_one_host_while_loading_is_an_error_on_all(
 
 def folder_cannot_be_listed(root: Path) -> bool:
     """One host cannot list the folder that its pieces are in, where saves beside this one might be."""
-    enter(root, [0, 1])
-    net, engine, optimizer = make(2)
-    train(net, optimizer, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine.save("run")
+    net, engine, optimizer = saved_on_two_hosts(root)
     saved, listed = digest(engine, optimizer), Path.iterdir
 
     def failing(path: Path) -> Any:

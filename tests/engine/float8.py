@@ -74,3 +74,22 @@ def kinds(module: nn.Module) -> set[str]:
 
 
 IN_BLOCKS = {f"blocks.{block}.{layer}" for block in range(2) for layer in ("up", "down")}
+
+
+STEPS = 3
+
+
+def batches(rank: int) -> list[Tensor]:
+    """A rank's batches, one per step."""
+    return [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(STEPS)]
+
+
+def error_of(model: Any, x: Tensor) -> Tensor:
+    """The loss of a batch."""
+    found: Tensor = (model(x) - x.cos()).square().mean()
+    return found
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, the parameters one after the other."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)

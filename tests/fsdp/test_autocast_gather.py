@@ -360,7 +360,7 @@ HOOKS: dict[str, Any] = {
     "stacked": lambda tensor: torch.stack([tensor])[0],
     "unsqueezed": lambda tensor: tensor.unsqueeze(0).squeeze(0),
     "in parts": lambda tensor: torch.cat(tensor.chunk(2)) if tensor.dim() and tensor.shape[0] > 1 else tensor,
-    "copied": lambda tensor: tensor if tensor.grad_fn is not None else copy.deepcopy(tensor),
+    "copied": lambda tensor: copy.deepcopy(tensor.detach()),
     "numpy": lambda tensor: (
         torch.from_numpy(tensor.detach().view(torch.int16).numpy()).view(tensor.dtype)
         if tensor.dtype in (torch.bfloat16, torch.float16)

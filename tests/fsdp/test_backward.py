@@ -43,23 +43,30 @@ def test_an_assigned_gradient_beside_others(stage: int, reduction: str) -> None:
     engine.close()
 
 
+def add_to_others(model: nn.Module, engine: ZeroEngine) -> list[Tensor]:
+    """Add ones to the other weights as the first gradient comes; that weight, once it has."""
+    first: list[Tensor] = []
+    weights = list(model.parameters())
+
+    def add(parameter: Tensor) -> None:
+        if not first:
+            first.append(parameter)
+            for weight in weights:
+                if weight is not parameter:
+                    engine.add_gradient(weight, torch.ones(3, 3))
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(add)
+    return first
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_stands_for_gradients_makes_room_for_more(stage: int) -> None:
     """In a later micro-batch, for what is added before a parameter's own gradient has come, and not for `grad()`."""
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
     config = load_config(stage=stage, gradient_reduction="per_micro_batch", units={"min_numel": 1 << 20})
     engine, x = ZeroEngine(model, config, compute_dtype=torch.bfloat16), X.bfloat16()
-    first: list[Tensor] = []
-
-    def add(parameter: Tensor) -> None:
-        if not first:
-            first.append(parameter)
-            for layer in model:
-                if layer.weight is not parameter:
-                    engine.add_gradient(layer.weight, torch.ones(3, 3))
-
-    for layer in model:
-        layer.weight.register_post_accumulate_grad_hook(add)
+    first = add_to_others(model, engine)
     for _ in range(2):
         with engine.forward_scope():
             with torch.no_grad():
@@ -77,17 +84,7 @@ def test_what_stands_for_gradients_makes_room_for_more(stage: int) -> None:
 @pytest.mark.parametrize(("stage", "reduction"), STAGES)
 def test_a_gradient_that_is_added_inside_of_a_backward(stage: int, reduction: str) -> None:
     model, engine = build(stage, reduction)
-    first: list[Tensor] = []
-
-    def add(parameter: Tensor) -> None:
-        if not first:
-            first.append(parameter)
-            for layer in model:
-                if layer.weight is not parameter:
-                    engine.add_gradient(layer.weight, torch.ones(3, 3))
-
-    for layer in model:
-        layer.weight.register_post_accumulate_grad_hook(add)
+    add_to_others(model, engine)
     with engine.forward_scope():
         loss_of(model).backward()
     assert engine.grad_norm().value == pytest.approx((9 * 1 + 9 * 4 + 9 * 4) ** 0.5)

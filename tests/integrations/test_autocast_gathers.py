@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.engine.float8 import Net, plain_net
+from tests.engine.float8 import Net, batches, error_of, optimizer_of, plain_net
 from tests.integrations.accelerate.training import fresh_state
 from tests.integrations.lightning.trainers import join, trainer, weights, zero
 from tests.launcher import Launcher
@@ -20,22 +20,8 @@ from zero_strategy import ZeroEngine, engine_of
 from zero_strategy.integrations import fabric as fabrics
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 
-STEPS = 3
 Found = tuple[list[float], dict[str, Tensor], int]
 """Losses, weights, and the bytes that this rank sent in gathers."""
-
-
-def batches(rank: int) -> list[Tensor]:
-    return [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(STEPS)]
-
-
-def error_of(model: Any, x: Tensor) -> Tensor:
-    found: Tensor = (model(x) - x.cos()).square().mean()
-    return found
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
 
 
 class Module(pl.LightningModule):

@@ -64,7 +64,7 @@ class DeviceMemory:
         """Nothing: the tensor goes with its record."""
 
     def close(self) -> None:
-        """Nothing, likewise."""
+        """Keep nothing: there is no memory but the records'."""
 
 
 class LeavingMemory:

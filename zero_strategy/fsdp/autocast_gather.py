@@ -71,7 +71,7 @@ class GatheredAutocast(GatheredCodes):
         """Make nothing ready: a cast needs the value alone."""
 
     def _prepare_whole(self, index: int, values: Tensor) -> None:
-        """Nothing either."""
+        """Make nothing ready: see `_prepare`."""
 
     def _cast(self, index: int, values: Tensor, codes: Tensor) -> None:
         codes.view(self._dtype).copy_(values)

@@ -378,7 +378,9 @@ class _Released:
             if place is not None and (weight := place[0].weight_for_layer(place[1], func, asker)) is not None:
                 return weight
         elif func in PRODUCTS:
-            if (given := _as_layers_cast(func, [*args, *kwargs.values()], asker)) is not None and "out" not in kwargs:
+            given_to = [*args, *kwargs.values()]
+            # Autocast leaves products alone that write to a given tensor.
+            if "out" not in kwargs and (given := _as_layers_cast(func, given_to, asker)) is not None:
                 return func(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         if _unshard_on_demand(args, kwargs):  # these are tracked parameters now
             return call_again(func, args, kwargs)

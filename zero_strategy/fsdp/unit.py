@@ -132,9 +132,10 @@ class Unit:
             for index, name in enumerate(bucket.names)
             if index not in bucket.codes.asked
         )
-        if not unasked or unasked in self._looked_at:
+        found = list(outputs) if unasked and unasked not in self._looked_at else []
+        if not found:  # nearly always; a forward that has raised has none either
             return
-        if any(bool(output.isnan().any()) for output in outputs if output.is_floating_point()):
+        if any(bool(output.isnan().any()) for output in found if output.is_floating_point()):
             raise RuntimeError(
                 f"the output of unit {self.name or 'root'!r} has NaN, and its forward has not used "
                 f"{', '.join(unasked)} by torch's functions: TorchScript, extensions and nested tensors that a unit "

@@ -209,7 +209,7 @@ class Unsharder:
         return hints[position - 1 : position + 1] == [unit, unit]
 
     def use(self, unit: Unit, *, in_codes: bool = False) -> None:
-        """Gather `unit`, or its weights in float8, and start on those that followed it last time."""
+        """Gather `unit`, or its weights as layers cast them, and start on those that followed it last time."""
         if unit.buckets:
             if is_tracing():
                 raise RuntimeError(
@@ -346,7 +346,7 @@ class Unsharder:
         Args:
             unit: The unit.
             call: See `new_call`.
-            of_values: Its graph may hold values of weights that are gathered in float8 elsewhere. Codes that it holds
+            of_values: Its graph may hold values of weights that are gathered as codes elsewhere. Codes that it holds
                 beside them are gathered when they are computed with.
         """
         # First: it clears the list that this unit enters below.

@@ -187,7 +187,7 @@ class _Quantised(nn.Linear):
         self.requires_grad_(False)
 
     def forward(self, *inputs: Any) -> Any:
-        """Nothing: a plan computes nothing; a forward of its own, as those of bitsandbytes have."""
+        """Refuse: a plan computes nothing. As layers of bitsandbytes have, it is a forward of its own."""
         raise NotImplementedError
 
 

@@ -12,32 +12,29 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.engine.float8 import IN_BLOCKS, Net, float8_net, in_blocks, kinds, plain_net, recipe
+from tests.engine.float8 import (
+    IN_BLOCKS,
+    STEPS,
+    Net,
+    batches,
+    error_of,
+    float8_net,
+    in_blocks,
+    kinds,
+    optimizer_of,
+    plain_net,
+    recipe,
+)
 from tests.integrations.lightning.trainers import join, raises, trainer, weights, zero
 from tests.launcher import Launcher
 from zero_strategy import PipelineStrategy
 from zero_strategy.integrations import fabric as fabrics
 from zero_strategy.integrations.lightning import ZeroPrecision
 
-STEPS = 3
-
-
-def batches(rank: int) -> list[Tensor]:
-    return [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(STEPS)]
-
 
 def loader() -> DataLoader[Any]:
     """This rank's batches."""
     return DataLoader(batches(dist.get_rank()), batch_size=None)  # type: ignore[arg-type]
-
-
-def error_of(model: Any, x: Tensor) -> Tensor:
-    found: Tensor = (model(x) - x.cos()).square().mean()
-    return found
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
 
 
 class Module(pl.LightningModule):

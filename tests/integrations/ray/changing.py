@@ -12,10 +12,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainingArguments
 
 from tests.integrations.ray.cluster import SECONDS, wait_for
-from tests.integrations.ray.training import QUIET, batches, ended, fit, plain_net, tell
+from tests.integrations.ray.training import QUIET, arguments_of, batches, ended, fit, plain_net, tell
 
 STEPS = 6
 
@@ -148,16 +147,7 @@ def noticed_loops_worker(config: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 boundary()
-    arguments = TrainingArguments(
-        config["folder"] + "/transformers",
-        max_steps=4,
-        save_strategy="no",
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    arguments = arguments_of(config["folder"] + "/transformers", max_steps=4, save_strategy="no")
     trainer = ZeroTrainer(
         build("gpt2"), arguments, train_dataset=texts(), zero_config={"stage": 3}, callbacks=[RaySaveCallback()]
     )

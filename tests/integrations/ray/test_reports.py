@@ -59,3 +59,20 @@ def test_a_strategy_for_ray_explains_itself_in_the_driver() -> None:
         zero_ray.RayReportCallback(every_n_epochs=0)
     with pytest.raises(ValueError, match="every_n_train_steps=-1"):
         zero_ray.RayReportCallback(every_n_train_steps=-1)
+
+
+@needs_ray
+def test_a_ray_whose_notices_have_moved_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.train
+
+    from zero_strategy.checkpoint.preemption import StepWatch
+    from zero_strategy.integrations.ray.notices import NoticeWatch
+
+    monkeypatch.setattr(ray.train, "get_context", lambda: None)
+    monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", SimpleNamespace())
+    steps = StepWatch.__new__(StepWatch)  # of which nothing is asked without a notice
+    watch = NoticeWatch(steps)
+    with pytest.warns(UserWarning, match="does not tell its notices of preemption as Ray 2.60 does") as told:
+        watch.look()
+        watch.look()
+    assert len(told) == 1

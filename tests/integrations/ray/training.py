@@ -277,22 +277,26 @@ class Paths(TrainerCallback):
         self.reported.append(reported_checkpoint())
 
 
+def arguments_of(folder: str, **more: Any) -> TrainingArguments:
+    """Quiet arguments of transformers' trainer on the CPU, which logs every step."""
+    return TrainingArguments(
+        folder,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **more,
+    )
+
+
 def transformers_loop(folder: str, callbacks: list[Any], path: str | None = None) -> list[float]:
     """Six steps with transformers' trainer, saved after four; the losses that it logs."""
     from tests.integrations.huggingface.training import build
     from tests.integrations.huggingface.training import rows as texts
     from zero_strategy import ZeroTrainer
 
-    arguments = TrainingArguments(
-        folder,
-        max_steps=6,
-        save_steps=4,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    arguments = arguments_of(folder, max_steps=6, save_steps=4)
     trainer = ZeroTrainer(
         build("gpt2"), arguments, train_dataset=texts(), zero_config={"stage": 3}, callbacks=callbacks
     )

@@ -8,10 +8,12 @@ starts the workers anew, with those nodes that are left, from that report.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ray
 import ray.train
 
 from zero_strategy.checkpoint.preemption import CheckpointingEngine, Due, StepWatch
@@ -27,10 +29,22 @@ class NoticeWatch:
     def __init__(self, steps: StepWatch) -> None:
         self._steps = steps
         self._known: Any = None
+        self._can_look = True
 
     def look(self) -> None:
         """Let all workers act after the next step, if this one has got a notice that it has not passed on."""
-        notice = own_notice()
+        if not self._can_look:
+            return
+        try:
+            notice = own_notice()
+        except (ImportError, AttributeError) as error:  # the name is Ray's own, and may move
+            self._can_look = False
+            warnings.warn(
+                f"Ray {ray.__version__} does not tell its notices of preemption as Ray 2.60 does ({error}): workers do "
+                "not report before a node goes. Use Ray 2.60, or report more often",
+                stacklevel=2,
+            )
+            return
         if notice is not None and notice != self._known:  # of another node, or of an earlier end
             self._known = notice
             self._steps.signalled = True
