@@ -71,7 +71,7 @@ def run(call: str, backend: str = "cpu:gloo,cuda:nccl", **options: Any) -> tuple
         group: Any = dist.group.WORLD
         calls = Calls(patch, backend)
         communicator = Communicator(group, CommunicationCounters())
-        patch.setattr(communicator, "_carrier", lambda tensor: communicator._device)
+        patch.setattr(communicator, "_carrier", lambda tensor: communicator.by_device)
         flat = torch.full((WORLD * 8,), 0.25)
         getattr(communicator, call)(flat, **options).wait()
         return flat, calls.made

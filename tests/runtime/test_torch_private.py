@@ -436,9 +436,28 @@ called: list[Any] = []
 
 
 def test_a_wrapper_has_metadata_only() -> None:
+    called.clear()
     made = private.wrapper_tensor(_Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"))
     assert type(made) is _Wrapper and made.shape == (2, 3) and made.dtype == torch.bfloat16 and made.numel() == 6
     assert made.zero_() is made and called == [torch.ops.aten.zero_.default] and not made.requires_grad
+
+
+def test_a_wrapper_is_laid_out_as_another() -> None:
+    values = torch.zeros(6, dtype=torch.bfloat16)[1:5].view(2, 2).T
+    made = private.wrapper_like(_Wrapper, values)
+    assert type(made) is _Wrapper and made.stride() == (1, 2) and made.storage_offset() == 1
+    assert made.dtype == torch.bfloat16 and made.shape == (2, 2)
+
+
+class _Direct(_Wrapper):
+    __torch_function__ = private.no_torch_function
+
+
+def test_a_class_without_functions_dispatches_at_once() -> None:
+    """Also the functions that torch offers to `__torch_function__` first."""
+    made = private.wrapper_like(_Direct, torch.zeros(2))
+    called.clear()
+    assert torch.nn.functional.relu(made) is made and called == [torch.ops.aten.relu.default]
 
 
 def test_tables_of_step_hooks() -> None:

@@ -329,10 +329,10 @@ class Communicator:
         self.group, self.counters, self.gpu_group = group, counters, gpu_group
         self.numbers_on: torch.device | None = None
         self._numbers = None if gpu_group is None else DeviceCollectives(gpu_group)
-        self._host, self._device = HostCollectives(group), DeviceCollectives(group)
+        self._host, self.by_device = HostCollectives(group), DeviceCollectives(group)
         self.rank, self.size = self._host.rank, self._host.size
         # NCCL alone has no connections on the host: control messages then go by way of the device.
-        self._control: Collectives = self._host if self.on_host else self._device
+        self._control: Collectives = self._host if self.on_host else self.by_device
         self._instrumentation = Instrumentation()
         self.closed = False
         # With the transport, not with this object: what is under way holds the transport.
@@ -347,7 +347,7 @@ class Communicator:
         self.group = self.gpu_group = self._numbers = None
         self._instrumentation.close()
         self._host.close()
-        self._device.close()
+        self.by_device.close()
 
     @property
     def on_host(self) -> bool:
@@ -397,7 +397,7 @@ class Communicator:
         """Connect the ranks for tensors of a device, if their first collective would do it; nothing on the CPU."""
         if self.group is None or device.type != "cuda":
             return
-        self._device.warm_up(device)
+        self.by_device.warm_up(device)
         if self._numbers is not None:
             self._numbers.warm_up(device)
             self.numbers_on = device
@@ -405,17 +405,17 @@ class Communicator:
     def send_numbers_by(self, other: Communicator, device: torch.device) -> None:
         """Send few numbers on a GPU in the group of another communicator, of the same ranks in the same order."""
         if other.size > 1 and other.is_native:
-            self._numbers, self.numbers_on = other._device, device
+            self._numbers, self.numbers_on = other.by_device, device
 
     @property
     def is_native(self) -> bool:
         """True if tensors of a GPU go by its own library."""
-        return self._device.is_native
+        return self.by_device.is_native
 
     def abort(self) -> None:
         """Break this rank's connections, so that every wait for them ends."""
         self._host.abort()
-        self._device.abort()
+        self.by_device.abort()
         if self.gpu_group is not None and self._numbers is not None:
             self._numbers.abort()
 
@@ -603,7 +603,7 @@ class Communicator:
 
     def _carrier(self, tensor: Tensor) -> Collectives:
         """The transport for such a tensor: one group may have connections for either kind of device."""
-        return self._host if tensor.is_cpu else self._device
+        return self._host if tensor.is_cpu else self.by_device
 
     def _start(
         self,

@@ -28,9 +28,12 @@ from zero_strategy.runtime.torch_private import (
     in_backward,
     in_transform,
     is_traceable_wrapper_subclass,
+    no_torch_function,
     parameters_of,
+    schema_of,
     storage_key,
     tree_map,
+    wrapper_like,
 )
 
 _LAYERS = (
@@ -177,13 +180,13 @@ class Cast(torch.autograd.Function):
 @functools.cache
 def _gives_views(func: Any) -> bool:
     """True if results of an operation share memory with what it is given."""
-    return any(each.alias_info is not None for each in func._schema.returns)
+    return any(each.alias_info is not None for each in schema_of(func).returns)
 
 
 @functools.cache
 def _written(func: Any) -> tuple[int, ...]:
     """Places of the arguments that an operation changes."""
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
@@ -203,13 +206,11 @@ class CastWeight(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, part: CopiedPart) -> CastWeight:
         """See the class."""
-        made: CastWeight = Tensor._make_wrapper_subclass(
-            cls, codes.shape, codes.stride(), codes.storage_offset(), dtype=codes.dtype, device=codes.device
-        )
+        made = wrapper_like(cls, codes)
         made.codes, made.part = codes, part
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -209,6 +209,18 @@ def wrapper_tensor(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, dev
     return made
 
 
+def wrapper_like(cls: type[S], values: Tensor) -> S:
+    """A tensor of a subclass with `__torch_dispatch__`, of the layout, dtype and device of another, without memory."""
+    made: S = Tensor._make_wrapper_subclass(
+        cls, values.shape, values.stride(), values.storage_offset(), dtype=values.dtype, device=values.device
+    )
+    return made
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass whose functions go on to `__torch_dispatch__` at once."""
+
+
 def storage_holders(tensor: Tensor) -> int:
     """Number of tensors and other objects that keep the tensor's memory, one that is made for this call among them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
