@@ -115,6 +115,7 @@ def connect(config: ResolvedConfig, part: ModelPart, compute_dtype: torch.dtype 
         watchdog=zero.watchdog,
         tensor_groups=part.tensor_groups,
         sequence=zero.mesh.sequence,
+        expert=zero.mesh.expert,
         further=part.further_groups,
         rank_labels=part.rank_labels,
     )

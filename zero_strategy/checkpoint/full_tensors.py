@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_strategy.checkpoint.agreement import state_dict_entries
 from zero_strategy.checkpoint.module_state import full_entries
-from zero_strategy.fsdp.dtensor import held_by, whole_of
+from zero_strategy.fsdp.dtensor import held_by
 from zero_strategy.optim import ShardedOptimizer
 from zero_strategy.optim.full_state import full_states
 
@@ -27,10 +27,14 @@ def full_state_dict(engine: TrainState, names: Collection[str] | None, *, keep: 
     entries = {n: t for n, t in state_dict_entries(engine.module, tied=True) if names is None or n in names}
     wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
     for unit in engine.model.units:
+        places = {id(p): (bucket, n) for bucket in unit.buckets for n, p in enumerate(bucket.parameters)}
         chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
         # On ranks that keep nothing, too: a gather takes all of them.
         with engine.model.gathered(chosen):
-            whole = {id(p): whole_of(p, held_by(p).detach()) for p in chosen}
+            whole = {}
+            for parameter in chosen:
+                bucket, index = places[id(parameter)]
+                whole[id(parameter)] = bucket.whole_of(index, held_by(parameter).detach())
             if keep:
                 # A copy on the CPU as well: the unit's memory is another one's afterwards.
                 copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})

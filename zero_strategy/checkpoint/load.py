@@ -272,7 +272,7 @@ def load_weights(
             # Each rank has read its slice only, also of what all of them hold whole.
             for bucket in engine.model.buckets:
                 if not bucket.placement.shard_parameters:
-                    engine.mesh.gather.all_gather(bucket.flat).wait()
+                    bucket.ranks.gather.all_gather(bucket.flat).wait()
             engine.model.forget_unsharded()
         # Last: a module's own loader is handed its present parameters, which must be the loaded ones.
         load_module_entries(engine, _entries(reader) | _descriptions(reader))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,6 +150,47 @@ class WorldGroup:
         return self.control.size
 
 
+@dataclass(frozen=True)
+class ShardRanks:
+    """Ranks that share buckets of one kind of parameters, from this rank's point of view.
+
+    Attributes:
+        gather: Those that have the slices, for parameters.
+        reduce: The same ranks, for gradients.
+        replicate: Ranks that hold the same slice.
+        parts: Ranks that hold the other parts of the same parameters.
+        copies: Ranks with copies of what no rank divides, on the host.
+        neighbours: Data-parallel ranks side by side that have the same slice of other parts.
+        barrier: Bounded meeting of all data-parallel ranks.
+        world_size: Number of data-parallel ranks, of whose gradients the mean is taken.
+        warns: This rank is the one that warns.
+    """
+
+    gather: Communicator
+    reduce: Communicator
+    replicate: Communicator
+    parts: Communicator
+    copies: Communicator
+    neighbours: int
+    barrier: StoreBarrier
+    world_size: int
+    warns: bool
+
+    @property
+    def shard_rank(self) -> int:
+        """Index of the slice that this rank owns."""
+        return self.gather.rank
+
+    @property
+    def shard_size(self) -> int:
+        """Number of slices."""
+        return self.gather.size
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Row and column of a data-parallel rank: its numbers in `replicate` and in `gather`."""
+        return divmod(rank // self.neighbours, self.shard_size)
+
+
 @dataclass(eq=False)
 class Mesh:
     """Groups of the data-parallel mesh, from this rank's point of view.
@@ -164,6 +205,9 @@ class Mesh:
         world_group: The ranks of all data-parallel groups; the data-parallel ranks where there is one group.
         tensor: Ranks that divide the same layers (tensor parallelism), on the host, for norms, flags and copies.
         sequence: Ranks that divide the tokens of the same sequences.
+        expert: Neighbours of the shard axis that divide the experts of each layer.
+        expert_gather: Ranks of the shard axis that hold the same experts, for parameters.
+        expert_reduce: The same ranks, for gradients.
         counters: What this rank sent.
         watchdog: Watches all of these; None: nobody does.
         further: Groups of ranks that train other parts of the model, by name.
@@ -180,6 +224,9 @@ class Mesh:
     world_group: WorldGroup
     tensor: Communicator
     sequence: Communicator
+    expert: Communicator
+    expert_gather: Communicator
+    expert_reduce: Communicator
     counters: CommunicationCounters = field(default_factory=CommunicationCounters)
     watchdog: Watchdog | None = None
     further: dict[str, Communicator] = field(default_factory=dict)
@@ -195,7 +242,21 @@ class Mesh:
     def _communicators(self) -> tuple[Communicator, ...]:
         """All of them, in the order in which they end."""
         data_parallel = self.gather, self.reduce, self.replicate, self.shard_control, self.control
-        return (*data_parallel, self.world_group.control, self.tensor, self.sequence, *self.further.values())
+        experts = self.expert, self.expert_gather, self.expert_reduce
+        return (*data_parallel, self.world_group.control, self.tensor, self.sequence, *experts, *self.further.values())
+
+    @cached_property
+    def of_dense(self) -> ShardRanks:
+        """Ranks that share the buckets of all parameters but those of divided experts."""
+        axes = self.gather, self.reduce, self.replicate, self.tensor
+        return ShardRanks(*axes, self.tensor, 1, self.barrier, self.world_size, self.world_group.rank == 0)
+
+    @cached_property
+    def of_experts(self) -> ShardRanks:
+        """Ranks that share the buckets of divided experts: those that hold the same ones."""
+        axes = self.expert_gather, self.expert_reduce, self.replicate, self.expert
+        first = self.world_group.rank == 0
+        return ShardRanks(*axes, self.tensor, self.expert.size, self.barrier, self.world_size, first)
 
     @property
     def world_size(self) -> int:
@@ -230,6 +291,7 @@ class Mesh:
         watchdog: WatchdogConfig | None = None,
         tensor_groups: Sequence[Sequence[int]] | None = None,
         sequence: int = 1,
+        expert: int = 1,
         further: Callable[[], Mapping[str, Communicator]] = dict,
         rank_labels: RankLabels = rank_label,
     ) -> Mesh:
@@ -246,19 +308,26 @@ class Mesh:
             watchdog: How collectives are watched; None: not at all.
             tensor_groups: The ranks that divide the same layers, of every such group. Default: every rank by itself.
             sequence: Neighbouring ranks that divide the tokens of the same sequences.
+            expert: Neighbouring ranks of a shard axis that divide the experts of each layer.
             further: Makes groups beyond these, by name, which the mesh watches and closes as its own.
             rank_labels: Ranks in words.
 
         Raises:
-            ValueError: If replicate x shard is not the size of a group, or a rank is in no group or in two.
+            ValueError: If replicate x shard is not the size of a group, a rank is in no group or in two, or `expert`
+                does not divide `shard`.
         """
         counters = CommunicationCounters()
         world = dist.get_world_size() if dist.is_initialized() else 1
         dp_groups = [range(world)] if dp_groups is None else dp_groups
         _check_dp_groups(dp_groups, world, replicate, shard)
+        if shard % expert:
+            raise ValueError(f"{expert} ranks that divide experts do not divide the {shard} ranks of a shard axis")
         if world == 1:
             alone, meeting = Communicator(None, counters), StoreBarrier(0, 1, 0.0, name)
-            mesh = cls(alone, alone, alone, alone, alone, meeting, WorldGroup(alone, meeting), alone, alone, counters)
+            world_group = WorldGroup(alone, meeting)
+            mesh = cls(
+                alone, alone, alone, alone, alone, meeting, world_group, alone, alone, alone, alone, alone, counters
+            )
             mesh._join(further())
             return mesh
         limit = timedelta(seconds=timeout)
@@ -285,14 +354,22 @@ class Mesh:
         tokens = [
             list(dp_group[at : at + sequence]) for dp_group in dp_groups for at in range(0, len(dp_group), sequence)
         ]
+        neighbours = [row[at : at + expert] for row in rows for at in range(0, shard, expert)]
+        same_experts = [row[place::expert] for row in rows for place in range(expert)]
         meeting = StoreBarrier(dist.get_rank(), world, barrier_seconds, name)
         dp_group = next(number for number, ranks in enumerate(dp_groups) if dist.get_rank() in ranks)
         rank = list(dp_groups[dp_group]).index(dist.get_rank())
         # Data-parallel groups meet one without the other, so each has keys of its own.
         local = StoreBarrier(rank, replicate * shard, barrier_seconds, f"{name}.lane{dp_group}")
+        gather, reduce = (group_of(rows) if shard > 1 else Communicator(None, counters) for _ in range(2))
+        expert_gather, expert_reduce = gather, reduce
+        if expert > 1:
+            expert_gather, expert_reduce = (
+                group_of(same_experts) if shard > expert else Communicator(None, counters) for _ in range(2)
+            )
         mesh = cls(
-            gather=group_of(rows) if shard > 1 else Communicator(None, counters),
-            reduce=group_of(rows) if shard > 1 else Communicator(None, counters),
+            gather=gather,
+            reduce=reduce,
             replicate=group_of(columns) if replicate > 1 else Communicator(None, counters),
             control=control,
             shard_control=shard_control,
@@ -300,6 +377,9 @@ class Mesh:
             world_group=WorldGroup(everyone, meeting),
             tensor=divided,
             sequence=Communicator(None, counters) if sequence == 1 else group_of(tokens),
+            expert=Communicator(None, counters) if expert == 1 else group_of(neighbours),
+            expert_gather=expert_gather,
+            expert_reduce=expert_reduce,
             counters=counters,
         )
         # Before `_join`, which lets it watch the further groups, too.
@@ -312,6 +392,8 @@ class Mesh:
                 columns,
                 tokens,
                 rank_labels,
+                neighbours,
+                same_experts,
             )
         mesh._join(further())
         return mesh
@@ -326,7 +408,8 @@ class Mesh:
         for control in dict.fromkeys((self.world_group.control, self.control, self.shard_control, self.tensor)):
             if control.group is not None:
                 try_connections(control.group)
-        groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence)))
+        experts = self.expert, self.expert_gather, self.expert_reduce
+        groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence, *experts)))
         # Of numbers alone: most of these are there on the host only.
         groups += [one for one in (self.tensor, *self.further.values()) if one.gpu_group is not None]
         if device.type != "cuda" or all(one.size == 1 for one in groups):
@@ -380,6 +463,8 @@ class Mesh:
         columns: list[list[int]],
         tokens: list[list[int]],
         rank_labels: RankLabels,
+        neighbours: list[list[int]],
+        same_experts: list[list[int]],
     ) -> None:
         world_group, strict = self.world_group.control, settings.mode == "strict"
         cards = world_group.all_gather_objects(own_card())
@@ -389,10 +474,16 @@ class Mesh:
             wait_seconds=settings.wait_seconds, silence_seconds=settings.silence_seconds,
             unheard_seconds=settings.unheard_seconds, strict=strict, rank_labels=rank_labels,
         )  # fmt: skip
+        experts: tuple[tuple[Communicator, str, list[list[int]]], ...] = ()
+        if self.expert.size > 1:
+            experts = (
+                (self.expert, "expert", neighbours), (self.expert_gather, "expert gather", same_experts),
+                (self.expert_reduce, "expert reduce", same_experts),
+            )  # fmt: skip
         for communicator, what, lists in (
             (world_group, "team", rows), (self.control, "control", rows), (self.shard_control, "shard_control", rows),
             (self.gather, "gather", rows), (self.reduce, "reduce", rows), (self.replicate, "replicate", columns),
-            (self.tensor, "tensor", rows), (self.sequence, "sequence", tokens),
+            (self.tensor, "tensor", rows), (self.sequence, "sequence", tokens), *experts,
         ):  # fmt: skip
             # A strict watchdog compares on the host: groups of GPUs get a second one there. Making it takes all ranks,
             # and all decide alike, as sizes and backends are the same everywhere.

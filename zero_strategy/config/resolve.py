@@ -146,6 +146,11 @@ def _resolve_mesh(config: ZeroConfig, world_size: int) -> None:
         both = f"mesh.shard is {mesh.shard} [{config.origin_of('mesh.shard')}] and {given}"
         ranks = f"{mesh.shard * mesh.replicate} ranks, but the {size} is {world_size}"
         raise ValueError(f"{both}, {ranks}; accepted: {shard}, None")
+    if shard % mesh.expert:
+        raise ValueError(
+            f"mesh.expert is {mesh.expert} [{config.origin_of('mesh.expert')}]; accepted: a divisor of the {shard} "
+            f"ranks that shard: {_divisors(shard)}"
+        )
 
 
 def _resolve_sequence(config: ZeroConfig, ranks: int, size: str, tensor: int, stages: int) -> None:

@@ -75,6 +75,10 @@ class MeshConfig(Section):
     """Of these, ranks that exchange tokens for attention heads; the others pass keys and values round a ring. None:
     derived, all of them."""
 
+    expert: int = field(default=1, metadata=at_least(1))
+    """Neighbouring ranks that divide the experts of each layer (expert parallelism): tokens travel to them. All ranks
+    have data of their own, and those with the same experts shard these among each other."""
+
 
 @dataclass
 class CommunicationConfig(Section):

@@ -140,7 +140,8 @@ class TensorPart:
         dim: The divided dimension; None: every rank has the whole.
         start: Index of this rank's first element along it.
         length: How many it has along it.
-        rank: This rank among the tensor-parallel ones.
+        rank: This rank among those that divide it.
+        copy: Number of this part among equal ones of other ranks, beside those that ZeRO divides.
     """
 
     shape: tuple[int, ...]
@@ -148,6 +149,7 @@ class TensorPart:
     start: int = 0
     length: int = 0
     rank: int = 0
+    copy: int = 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -159,7 +161,7 @@ class TensorPart:
     @property
     def counts(self) -> bool:
         """True if these elements are this rank's in sums over the ranks, and its to write: copies count once."""
-        return self.dim is not None or self.rank == 0
+        return self.copy == 0 and (self.dim is not None or self.rank == 0)
 
     @property
     def rows(self) -> int:
@@ -333,7 +335,12 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def local_values(part: TensorPart, parameter: Tensor, values: Tensor) -> Tensor:
-    """This rank's part of values for a parameter: whole ones, or a `DTensor`. A collective if that lies otherwise."""
+    """This rank's part of values for a parameter: whole ones, that part itself, or a `DTensor`.
+
+    A collective if a `DTensor` lies otherwise.
+    """
+    if not is_dtensor(values) and values.shape == part.local_shape:
+        return values
     with torch.no_grad():
         return local_gradient(parameter, values) if is_dtensor(values) else part.of_whole(values)
 

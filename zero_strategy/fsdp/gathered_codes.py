@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import PendingWork
-from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.mesh import ShardRanks
 from zero_strategy.fsdp.layout import BucketLayout, Piece
 from zero_strategy.fsdp.released import CountedWrites
 from zero_strategy.fsdp.shard_storage import ShardStorage
@@ -34,7 +34,7 @@ class CodedBucket(Protocol):
 
     names: list[str]
     parameters: list[nn.Parameter]
-    mesh: Mesh
+    ranks: ShardRanks
     layout: BucketLayout
     slice: slice
     slice_pieces: tuple[Piece, ...]
@@ -194,7 +194,7 @@ class GatheredCodes(ABC):
         for piece in self.bucket.slice_pieces:
             values = self.bucket.shard.read(piece.offset, piece.offset + piece.numel)
             self._cast(piece.index, values, own[piece.offset : piece.offset + piece.numel])
-        return self.bucket.mesh.gather.all_gather(self._codes, of=self.bucket.names)
+        return self.bucket.ranks.gather.all_gather(self._codes, of=self.bucket.names)
 
     # ---- what graphs hold ----
 

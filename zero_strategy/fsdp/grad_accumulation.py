@@ -201,7 +201,7 @@ class LocalSums:
         gradient = local_gradient(self.bucket.parameters[index], gradient)
         if not gradient.is_sparse:
             return gradient
-        if index not in self._told_dense and self.bucket.mesh.world_group.rank == 0:
+        if index not in self._told_dense and self.bucket.ranks.warns:
             self._told_dense.add(index)
             warnings.warn(made_dense(self.bucket.names[index], gradient), stacklevel=2)
         return gradient.to_dense()
@@ -249,7 +249,7 @@ class LocalSums:
             return False
         alone = gradient.untyped_storage().nbytes() == gradient.nbytes  # else it would keep more than itself
         alike = gradient.dtype == self.dtype and gradient.is_contiguous() and alone
-        return alike and self.bucket.mesh.reduce.takes_scattered(self.bucket.layout.numel, self.dtype)
+        return alike and self.bucket.ranks.reduce.takes_scattered(self.bucket.layout.numel, self.dtype)
 
     def view(self, index: int) -> Tensor:
         """The gradient's place in the buffer of all, which is made if need be, in the parameter's shape."""

@@ -179,7 +179,7 @@ class GradientBucket:
         self.version += 1
         # A second reduction may find none late here, and fills the buffer, which holds the sum, with zeros.
         self._set_shadow()
-        reduce, names = self.bucket.mesh.reduce, self.bucket.names
+        reduce, names = self.bucket.ranks.reduce, self.bucket.names
         self._straight = self._takes_the_mean()
         factor = self._mean_factor if self._straight or not self._divides_later else 1.0
         into = self.reduced.room().values if self._straight else None
@@ -193,7 +193,7 @@ class GradientBucket:
             sent = whole if self.reduce_dtype == self.dtype else whole.to(self.reduce_dtype)
             total = sent[self.bucket.slice] if into is None else into
             # With replicas the sum is one along the row and one along the column, as at other stages.
-            everywhere = not (self.bucket.placement.shard_optimizer or self.bucket.mesh.replicate.size > 1)
+            everywhere = not (self.bucket.placement.shard_optimizer or self.bucket.ranks.replicate.size > 1)
             if everywhere:
                 work = reduce.all_reduce(sent, names, factor)
             else:
@@ -202,14 +202,14 @@ class GradientBucket:
 
     def _takes_the_mean(self) -> bool:
         """True if the reduction's result is all of the reduced gradients, so that it can be written there at once."""
-        alone = self.reduced.empty and self.reduced.in_memory and self.bucket.mesh.replicate.size == 1
+        alone = self.reduced.empty and self.reduced.in_memory and self.bucket.ranks.replicate.size == 1
         return alone and self._divides_later and self.reduce_dtype == self.dtype
 
     @property
     def _mean_factor(self) -> float:
         """The factor of a sum as it arrives, while it is in a cache; replicas sum it up yet."""
-        mesh = self.bucket.mesh
-        return 1.0 if mesh.replicate.size > 1 else 1.0 / mesh.world_size
+        ranks = self.bucket.ranks
+        return 1.0 if ranks.replicate.size > 1 else 1.0 / ranks.world_size
 
     @property
     def _divides_later(self) -> bool:
@@ -231,7 +231,7 @@ class GradientBucket:
             mine = done.total if self.bucket.placement.shard_optimizer else done.sent
             if keep and not self._straight:
                 assert mine is not None
-                self.reduced.add(mine, 1.0 / self.bucket.mesh.world_size if self._divides_later else 1.0)
+                self.reduced.add(mine, 1.0 / self.bucket.ranks.world_size if self._divides_later else 1.0)
             # Not earlier: what is sent is read until the reduction is over.
             self.own.give_back()
         self.reduced.empty = False

@@ -284,7 +284,7 @@ def assemble_segment(bucket: ParameterBucket, index: int, value: Tensor | None, 
         Shape (numel,); zeros where no rank has a value.
     """
     segment, layout = bucket.layout.segments[index], bucket.layout
-    communicator = bucket.mesh.gather
+    communicator = bucket.ranks.gather
     if not bucket.placement.shard_optimizer or communicator.size == 1:
         whole = torch.zeros(segment.numel, dtype=dtype, device=bucket.device)
         return whole if value is None else whole.copy_(value)
@@ -393,7 +393,7 @@ def read_gradient(gradients: ReadableGradients, index: int) -> Tensor:
     if reduced:
         if bucket.placement.shard_optimizer:
             # Before the gather, so that a rank that reads alone is told within seconds.
-            bucket.mesh.barrier.wait_for_all(f"reading p.grad of {name!r}")
+            bucket.ranks.barrier.wait_for_all(f"reading p.grad of {name!r}")
         total = assemble_segment(bucket, index, gradients.reduced_part(index), gradients.dtype)
     if local is not None:
         # Not averaged: plain data parallelism shows this rank's own sum on top of the mean.
@@ -448,7 +448,7 @@ class GradientViews:
                 self._handles[index] = known
                 self._versions[index] = version_of(self._poisons[index])
                 return known
-            shape = self._bucket.parts[index].shape
+            shape = self._bucket.parameters[index].shape
             # A tensor of its own per parameter, so that its version counter tells who was written to.
             poison = torch.full((1,), float("nan"), dtype=self._bucket.dtype, device=self._bucket.device)
             plain = poison[0].expand(shape) if math.prod(shape) else poison[:0].view(shape)

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import Communicator
-from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.mesh import Mesh, ShardRanks
 from zero_strategy.comm.store import together
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.arrivals import Arrivals
 from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.coded_weights import CodedWeights
+from zero_strategy.fsdp.divided_experts import DividedExperts
 from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, tensor_ranks
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
@@ -130,6 +131,7 @@ class ShardedModel:
         arrivals: Gathers after a step that nobody has waited for.
         quantised: Layers with quantised weights.
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
+        experts: Layers of experts that ranks divide.
         engine: The engine that this is of; None: there is none, or it has let the module go.
     """
 
@@ -168,6 +170,7 @@ class ShardedModel:
         if self.changed_values is not None:
             self.recorders.add(self.changed_values)
         check_unsharded(module.parameters())
+        self.experts = DividedExperts(module, mesh)
         # Before names are collected: scales of quantised weights are parameters from here on.
         attach_scales(module)
         self.quantised = QuantisedLayers(module)
@@ -184,9 +187,11 @@ class ShardedModel:
             # Before the first collective of values, which ranks with different modules would mix up, or wait for in
             # vain.
             _check_same_on_all_ranks(module, mesh)
+            self.experts.divide(config)
             specs = find_units(module, classes=wanted.classes, patterns=wanted.patterns, min_numel=wanted.min_numel)
         except BaseException:
             detach_scales(module)  # a refusal leaves the module as it was
+            self.experts.undivide()
             raise
         if device is not None:
             move_buffers(module, device)
@@ -272,6 +277,7 @@ class ShardedModel:
             unit.gather()
             for bucket in unit.buckets:
                 bucket.give_back()
+                self.experts.join(bucket)
         self.reducer.unhook()
         self.guards.unhook()
         self._watching.remove()
@@ -280,6 +286,7 @@ class ShardedModel:
         # While the buckets are there, which say which they are.
         unregister(self._parameters())
         detach_scales(self.module)
+        self.experts.undivide()
         self.engine = None
         self.buckets, self.gradients = [], []
         self._gradient_of.clear()
@@ -362,14 +369,15 @@ class ShardedModel:
     def _buckets_of(self, spec: UnitSpec) -> list[tuple[torch.dtype, bool, Sequence[tuple[str, nn.Parameter]]]]:
         """Parameters of a unit that share a bucket, their dtype, and whether each stays whole."""
 
-        def apart(name: str, parameter: nn.Parameter) -> tuple[bool, bool]:
-            of_steps = lies_apart(self.config, spec.name, name, parameter.shape, parameter.requires_grad)
-            return of_steps, parameter in self._coded
+        def apart(name: str, parameter: nn.Parameter) -> tuple[bool, bool, bool]:
+            shape = self.experts.part_of(parameter).local_shape
+            of_steps = lies_apart(self.config, spec.name, name, shape, parameter.requires_grad)
+            return of_steps, parameter in self._coded, parameter in self.experts
 
         named = spec.parameters
         found = group_parameters(named, self.compute_dtype, self.device, everything=self._moves, apart=apart)
         packs = bool(self.config.matrix_optimizers)
-        return [(dtype, of_steps and packs, members) for dtype, (of_steps, _), members in found]
+        return [(dtype, of_steps and packs, members) for dtype, (of_steps, *_), members in found]
 
     def _reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Make room in tiers for all weights, master weights and gradients, before anything is built.
@@ -379,11 +387,11 @@ class ShardedModel:
             RuntimeError: If another rank has none.
         """
         wanted: dict[ChunkStore, dict[str, VectorSpec]] = {}
-        replicas = self.mesh.world_size // self.mesh.shard_size
         for unit, dtype, whole, named in ((spec, *bucket) for spec in specs for bucket in self._buckets_of(spec)):
-            shapes = [(name, tuple(held_by(parameter).shape)) for name, parameter in named]
+            ranks = self._ranks_of(named)
+            shapes = [(name, self.experts.part_of(parameter).local_shape) for name, parameter in named]
             turn = self._turns[unit.name]
-            ways, block = self.mesh.shard_size, block_of(self.config)
+            ways, replicas, block = ranks.shard_size, ranks.replicate.size, block_of(self.config)
             layout = build_layout(shapes, dtype.itemsize, ways, replicas, whole=whole, turn=turn, block=block)
             first, trainable = layout.segments[0].name, named[0][1].requires_grad
             if self._parameter_store is not None:
@@ -418,9 +426,12 @@ class ShardedModel:
         real = {id(parameter) for _, parameter in spec.parameters if partly and id(parameter) not in meta}
         for construction in self._constructions:
             construction.take([parameter for _, parameter in spec.parameters], values=initialise or partly)
+        if not initialise:
+            self.experts.cut_unset(parameter for _, parameter in spec.parameters)
         materialize_unit(spec, self.device, initialise=initialise)
         if self._moves:
             move_unit(spec, self.device)
+        self.experts.cut(parameter for _, parameter in spec.parameters)
         master = self.config.precision.master_weights
         parts = [
             (dtype, whole, named, not initialise and not any(id(parameter) in real for _, parameter in named))
@@ -432,8 +443,8 @@ class ShardedModel:
         buckets = [
             ParameterBucket(
                 named,
-                self.mesh,
-                self.placement,
+                self._ranks_of(named),
+                placement_for(self.config, self._ranks_of(named).shard_size),
                 dtype,
                 master,
                 blank=blank,
@@ -442,12 +453,17 @@ class ShardedModel:
                 whole=whole,
                 turn=self._turns[spec.name],
                 block=block_of(self.config),
+                part_of=self.experts.part_of,
             )
             for dtype, whole, named, blank in parts
         ]
         unit = Unit(spec.name, spec.module, buckets)
         unit.release()  # before the next one is built, so that one unit at most is whole
         return unit
+
+    def _ranks_of(self, named: Sequence[tuple[str, nn.Parameter]]) -> ShardRanks:
+        """Ranks that share the bucket of some parameters."""
+        return self.mesh.of_experts if named[0][1] in self.experts else self.mesh.of_dense
 
     def _tell_padding(self) -> None:
         """Warn where matrices that stay whole divide badly into slices."""
@@ -544,7 +560,7 @@ class ShardedModel:
             piece = bucket.piece_of[index]
             flat[start + piece.offset : start + piece.offset + piece.numel] = value.reshape(-1)
         if self.placement.shard_optimizer:
-            self.mesh.gather.all_gather(flat).wait()
+            bucket.ranks.gather.all_gather(flat).wait()
         return flat
 
     def follow_edits(self) -> None:

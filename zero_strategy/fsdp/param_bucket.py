@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import PendingWork
-from zero_strategy.comm.mesh import Mesh
+from zero_strategy.comm.mesh import ShardRanks
 from zero_strategy.fsdp.arriving import can_wait, show_arrived, show_arriving
-from zero_strategy.fsdp.dtensor import held_by, local_values, part_of, recast
+from zero_strategy.fsdp.dtensor import TensorPart, held_by, is_dtensor, local_values, part_of, recast, whole_of
 from zero_strategy.fsdp.gathered_codes import GatheredCodes
 from zero_strategy.fsdp.layout import LOW_PRECISION, BucketLayout, Piece, Placement, build_layout, cuts
 from zero_strategy.fsdp.released import EditWatch, release_classes, unshard_classes
@@ -71,7 +71,7 @@ class ParameterBucket:
 
     Args:
         named_parameters: (name, parameter); all of one dtype and device.
-        mesh: Ranks that share the bucket.
+        ranks: Those that share the bucket.
         placement: What is divided among them.
         dtype: Dtype that the parameters take (their compute dtype).
         master_weights: Keep an fp32 master copy of owned elements of trainable low-precision parameters.
@@ -79,6 +79,7 @@ class ParameterBucket:
         store: Where the master copy is kept; None: in memory.
         shard_store: Where the own slice is kept (sharded parameters); None: in memory.
         whole, turn, block: See `build_layout`.
+        part_of: Tells what this rank has of a parameter.
 
     Attributes:
         parameters: The parameter objects, in bucket order.
@@ -109,7 +110,7 @@ class ParameterBucket:
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
-        mesh: Mesh,
+        ranks: ShardRanks,
         placement: Placement,
         dtype: torch.dtype,
         master_weights: bool = True,
@@ -119,12 +120,13 @@ class ParameterBucket:
         whole: bool = False,
         turn: int = 0,
         block: int = 1,
+        part_of: Callable[[nn.Parameter], TensorPart] = part_of,
     ) -> None:
-        self.mesh, self.placement, self.dtype, self.whole = mesh, placement, dtype, whole
-        parts = {name: part_of(parameter, mesh.tensor.rank) for name, parameter in named_parameters}
+        self.ranks, self.placement, self.dtype, self.whole = ranks, placement, dtype, whole
+        parts = {name: part_of(parameter) for name, parameter in named_parameters}
         shapes = [(name, part.local_shape) for name, part in parts.items()]
         self.layout: BucketLayout = build_layout(
-            shapes, dtype.itemsize, mesh.shard_size, self._replicas, whole=whole, turn=turn, block=block
+            shapes, dtype.itemsize, ranks.shard_size, ranks.replicate.size, whole=whole, turn=turn, block=block
         )
         # From here on in the order of the segments, which is another one where parameters stay whole.
         by_name = dict(named_parameters)
@@ -145,7 +147,7 @@ class ParameterBucket:
         self.average: ShardStorage | None = None
         self.parts = [parts[name] for name in self.names]
         self.tensors: list[Tensor] = [held_by(parameter) for parameter in self.parameters]
-        self.slice = slice(*self.layout.slice_bounds(mesh.shard_rank))
+        self.slice = slice(*self.layout.slice_bounds(ranks.shard_rank))
         self.owned = self.slice if placement.shard_optimizer else slice(0, self.layout.numel)
         self.pieces: tuple[Piece, ...] = self.layout.pieces(self.owned.start, self.owned.stop)
         self.slice_pieces: tuple[Piece, ...] = self.layout.pieces(self.slice.start, self.slice.stop)
@@ -181,10 +183,6 @@ class ParameterBucket:
     def flat(self, flat: Tensor) -> None:
         self._flat = flat
         self._own: Tensor | None = None
-
-    @property
-    def _replicas(self) -> int:
-        return self.mesh.world_size // self.mesh.shard_size
 
     @property
     def _slice_apart(self) -> bool:
@@ -237,11 +235,11 @@ class ParameterBucket:
             return
         # In the dtype that the parameters came in: master weights are made of values that were not rounded yet.
         source = torch.empty(self.layout.numel, dtype=self.parameters[0].dtype, device=self.device)
-        if self._first or self.mesh.tensor.size > 1:  # others are sent all of it
+        if self._first or self.ranks.copies.size > 1:  # others are sent all of it
             self._join(source)
         self._share_copies(source)
-        self.mesh.gather.broadcast(source, 0, self.names)
-        self.mesh.replicate.broadcast(source, 0, self.names)
+        self.ranks.gather.broadcast(source, 0, self.names)
+        self.ranks.replicate.broadcast(source, 0, self.names)
         self.flat = source.to(self.dtype)
         self._place_slice(blank=False)
         self._take_over()
@@ -252,7 +250,7 @@ class ParameterBucket:
     @property
     def _first(self) -> bool:
         """True if this rank's values are taken."""
-        return self.mesh.gather.rank == 0 and self.mesh.replicate.rank == 0
+        return self.ranks.gather.rank == 0 and self.ranks.replicate.rank == 0
 
     def _join(self, source: Tensor) -> None:
         """Write the parameters' values to their places, and zeros between them."""
@@ -265,13 +263,13 @@ class ParameterBucket:
 
     def _share_copies(self, source: Tensor) -> None:
         """Parameters that all tensor-parallel ranks hold whole start from the values of the first of these."""
-        if self.mesh.tensor.size == 1:
+        if self.ranks.copies.size == 1:
             return
         pairs = zip(self.parts, self.layout.segments, strict=True)
         places = [source[segment.offset : segment.stop] for part, segment in pairs if part.dim is None]
         if places:
             values = torch.cat(places).cpu()
-            self.mesh.tensor.broadcast(values, 0)
+            self.ranks.copies.broadcast(values, 0)
             for place, value in zip(places, values.split([place.numel() for place in places]), strict=True):
                 place.copy_(value)
 
@@ -345,7 +343,7 @@ class ParameterBucket:
         if empty:
             # On the computing stream, as the collective comes after it: so it comes after what used this memory before.
             self.flat.untyped_storage().resize_(self.layout.numel * self.flat.element_size())
-        return self.mesh.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
+        return self.ranks.gather.all_gather(self.flat, first=self._shard_arrives(), of=self.names)
 
     @outside_inference
     def gather_for_others(self) -> None:
@@ -358,7 +356,7 @@ class ParameterBucket:
             aside[self.slice].copy_(self.flat[self.slice])
         else:
             first = self.shard.bring_into(aside[self.slice])
-        self.mesh.gather.all_gather(aside, first=first, of=self.names).wait()
+        self.ranks.gather.all_gather(aside, first=first, of=self.names).wait()
 
     def _shard_arrives(self) -> Callable[[], Landing | None] | None:
         """Bring the own slice into the whole bucket: at once, or by what this returns."""
@@ -450,7 +448,7 @@ class ParameterBucket:
         """Carry updated master values to the parameters: cast (unless `copied`), all-gather where they are whole."""
         self.write_weights(copied=copied)
         if self.placement.shard_optimizer and not self.placement.shard_parameters:
-            return self.mesh.gather.all_gather(self.flat, of=self.names)
+            return self.ranks.gather.all_gather(self.flat, of=self.names)
         # Stage 0 has updated all of it, stage 3 gathers at the next use.
         return PendingWork([])
 
@@ -464,7 +462,7 @@ class ParameterBucket:
         Returns:
             False if somebody could use them unseen, or a wait for them holds the host: it has been waited for.
         """
-        gathers = self.placement.shard_optimizer and not self.placement.shard_parameters and self.mesh.shard_size > 1
+        gathers = self.placement.shard_optimizer and not self.placement.shard_parameters and self.ranks.shard_size > 1
         unseen = not gathers or not can_wait(self.parameters) or self._is_held(pieces)  # before a gather holds it, too
         work = self.publish(copied=copied)
         # Whoever collects an engine that nobody has closed would wait for a thread, which may have ended by then.
@@ -501,15 +499,15 @@ class ParameterBucket:
 
     @without_grad
     def adopt(self, source: int | None = None) -> None:
-        """Take the full values now in `flat` (rank `source`'s of the mesh, if given) as the new parameters."""
+        """Take the full values now in `flat` (data-parallel rank `source`'s, if given) as the new parameters."""
         assert self.gathered
         self.generation += 1
         # What was assigned (`p.data = values`) lies elsewhere, and only `flat` is sent and read below.
         self.writes.take_assigned()
         if source is not None:
-            row, column = divmod(source, self.mesh.shard_size)
-            self.mesh.gather.broadcast(self.flat, column, self.names)
-            self.mesh.replicate.broadcast(self.flat, row, self.names)
+            row, column = self.ranks.place(source)
+            self.ranks.gather.broadcast(self.flat, column, self.names)
+            self.ranks.replicate.broadcast(self.flat, row, self.names)
         if self.placement.shard_parameters:
             self.shard.write(0, self.flat[self.slice])
         if self.codes is not None:
@@ -521,6 +519,22 @@ class ParameterBucket:
         self.writes.note()
         for watch in self.watches:
             watch.renew()
+
+    def whole_of(self, index: int, local: Tensor) -> Tensor:
+        """The whole of what every rank has a part of. A collective of the ranks that divide parameter `index`.
+
+        Args:
+            index: The parameter.
+            local: This rank's part, of `parts[index].local_shape`.
+        """
+        part, others = self.parts[index], self.ranks.parts
+        if part.dim is None or is_dtensor(self.parameters[index]):
+            return whole_of(self.parameters[index], local)
+        assert part.dim == 0 and part.length * others.size == part.shape[0], "experts are divided evenly"
+        flat = local.new_empty(others.size * local.numel())
+        flat.view(others.size, -1)[others.rank] = local.detach().reshape(-1)
+        others.all_gather(flat, of=self.names[index]).wait()
+        return flat.view(part.shape)
 
     @without_grad
     def set_master(self, index: int, value: Tensor) -> None:

@@ -202,18 +202,18 @@ class Reduction:
         everywhere: bool,
     ) -> None:
         self.sent, self.total, self._last = sent, total, work
-        mesh, spreads = bucket.mesh, not bucket.placement.shard_optimizer and not everywhere
-        copies = mesh.replicate.size > 1
+        ranks, spreads = bucket.ranks, not bucket.placement.shard_optimizer and not everywhere
+        copies = ranks.replicate.size > 1
         if copies or spreads:
             with side.within(total.device):
                 if copies:
-                    self._last = mesh.replicate.all_reduce(total, bucket.names, after=self._last)
+                    self._last = ranks.replicate.all_reduce(total, bucket.names, after=self._last)
                 if spreads:
                     assert sent is not None
-                    self._last = mesh.reduce.all_gather(sent, of=bucket.names, after=self._last)
+                    self._last = ranks.reduce.all_gather(sent, of=bucket.names, after=self._last)
         # Without replicas the sum was scaled as it arrived.
         self._scaled = (sent if spreads else total) if copies and divides else None
-        self._factor = 1.0 / mesh.world_size
+        self._factor = 1.0 / ranks.world_size
 
     def wait(self) -> None:
         """Until it is over (on a GPU: until the current stream will see it)."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.fsdp.dtensor import local_values, whole_of
+from zero_strategy.fsdp.dtensor import local_values
 from zero_strategy.fsdp.grad_view import assemble_segment
 from zero_strategy.fsdp.model import ShardedModel, sharded_model_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
@@ -56,7 +56,7 @@ def full_states(model: ShardedModel, sharded: ShardedOptimizer) -> Iterator[tupl
                 if keys.get(key, ("",))[0]:
                     segment = bucket.layout.segments[index]
                     values = flat[segment.offset : segment.stop].view(segment.shape)
-                    found = whole_of(bucket.parameters[index], values).to("cpu", copy=True)
+                    found = bucket.whole_of(index, values).to("cpu", copy=True)
                     whole[index][key] = gathered(found) if key in SCALES else found
         for index, keys in merged.items():
             whole[index].update({key: value for key, (dtype, value) in keys.items() if not dtype})
@@ -187,7 +187,7 @@ def _holder(model: ShardedModel, param: nn.Parameter) -> ShardedOptimizer:
 
 def _whole(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: torch.dtype) -> Tensor:
     mine = assemble_segment(bucket, index, value, dtype).view(bucket.layout.segments[index].shape)
-    return whole_of(bucket.parameters[index], mine)
+    return bucket.whole_of(index, mine)
 
 
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:

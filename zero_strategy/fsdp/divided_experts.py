@@ -1,0 +1,109 @@
+"""The experts of a model that ranks divide: which part of which parameter a rank has, cut from the whole and joined.
+
+A parameter that holds the experts of a layer stays the same object. While experts are divided it has those of this rank
+only, along its first dimension; ranks that hold the same ones share its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.config import ZeroConfig
+from zero_strategy.experts.layers import ExpertLayer, find_layers
+from zero_strategy.experts.routing import ExpertGroup
+from zero_strategy.fsdp.dtensor import TensorPart, is_dtensor, part_of
+
+if TYPE_CHECKING:
+    from zero_strategy.fsdp.param_bucket import ParameterBucket
+
+
+class DividedExperts:
+    """Layers of experts of one module, and what this rank has of them.
+
+    Args:
+        module: The module.
+        mesh: Its ranks; with one rank that has all experts nothing is divided.
+
+    Attributes:
+        layers: The layers; empty where nothing is divided.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._mesh, self.group = mesh, ExpertGroup(mesh.expert)
+        self.layers: list[ExpertLayer] = find_layers(module) if self.group.size > 1 else []
+        self._parts: dict[int, TensorPart] = {}
+        self._owner = type(module).__name__
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """True if ranks hold different experts of it."""
+        return id(parameter) in self._parts
+
+    def part_of(self, parameter: nn.Parameter) -> TensorPart:
+        """What this rank has of a parameter."""
+        return self._parts.get(id(parameter)) or part_of(parameter, self._mesh.tensor.rank)
+
+    def divide(self, config: ZeroConfig) -> None:
+        """Let tokens of the layers travel, whose parameters are cut later, or raise where that cannot be.
+
+        Raises:
+            ValueError: If there are none, or ranks do not divide them; names the layer and the setting.
+        """
+        if self.group.size == 1:
+            return
+        setting = f"mesh.expert is {self.group.size} [{config.origin_of('mesh.expert')}]"
+        if not self.layers:
+            raise ValueError(
+                f"{setting}, and {self._owner} has no layer of experts that says so: a Hugging Face model with an "
+                "ep_plan, or modules with the three methods of zero_strategy.experts.DivisibleExperts. Leave "
+                "mesh.expert at 1"
+            )
+        for layer in self.layers:
+            if layer.experts % self.group.size:
+                raise ValueError(f"{setting}, which does not divide the {layer.experts} experts of {layer.name}")
+            for parameter in layer.parameters:
+                if is_dtensor(parameter):
+                    raise ValueError(f"{setting}, and mesh.tensor divides experts of {layer.name}, too: leave one out")
+        for layer in self.layers:
+            held = self.group.held(layer.experts)
+            for parameter in layer.parameters:
+                part = TensorPart(
+                    tuple(parameter.shape), 0, held.start, len(held), self.group.rank, copy=self._mesh.tensor.rank
+                )
+                self._parts[id(parameter)] = part
+            layer.divide(self.group)
+
+    @torch.no_grad()
+    def cut_unset(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let parameters on the meta device have this rank's experts only, before they get memory."""
+        for parameter in parameters:
+            if parameter in self and parameter.is_meta:
+                parameter.data = self._parts[id(parameter)].of_whole(parameter.data)
+
+    @torch.no_grad()
+    def cut(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let whole parameters have this rank's experts only: the first rank's values. A collective."""
+        for parameter in parameters:
+            part = self._parts.get(id(parameter))
+            if part is None or tuple(parameter.shape) != part.shape:
+                continue
+            values = parameter.data.contiguous()
+            self.group.ranks.broadcast(values, 0)
+            parameter.data = part.of_whole(values).clone()
+
+    @torch.no_grad()
+    def join(self, bucket: ParameterBucket) -> None:
+        """Let the parameters of a bucket that is given back have all experts. A collective."""
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter in self:
+                parameter.data = bucket.whole_of(index, parameter.data)
+
+    def undivide(self) -> None:
+        """Let the layers compute with all experts again."""
+        for layer in self.layers:
+            layer.undivide()
+        self._parts.clear()
