@@ -118,12 +118,20 @@ def catalog_of(engine: TrainState) -> Catalog:
     return _merged(control.all_gather_objects(together(control, lambda: _own(engine))), sort=True)
 
 
+def whole_shape(engine: TrainState, tensor: Tensor) -> tuple[int, ...]:
+    """Shape of a parameter or buffer over all ranks that divide it."""
+    return engine.model.part_of(tensor).shape if isinstance(tensor, nn.Parameter) else tuple(tensor.shape)
+
+
 _Part = tuple[list[tuple[Position, TensorSpec]], dict[str, str], set[str]]
 
 
 def _own(engine: TrainState) -> _Part:
     order = engine.order or (lambda name: ())
-    entries = [(order(name), TensorSpec.of(name, tensor)) for name, tensor in state_dict_entries(engine.module)]
+    entries = [
+        (order(name), TensorSpec(name, tensor.dtype, whole_shape(engine, tensor)))
+        for name, tensor in state_dict_entries(engine.module)
+    ]
     frozen = {name for name, parameter in engine.model.names() if not parameter.requires_grad}
     return entries, dict(engine.aliases), frozen
 

@@ -12,6 +12,7 @@ memory for a second copy of it.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,7 @@ from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp import layout
-from zero_strategy.fsdp.dtensor import TensorPart, held_by, is_dtensor
+from zero_strategy.fsdp.dtensor import TensorPart, held_by
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
@@ -279,7 +280,7 @@ def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
     for parameter in sharded.parameters():
         piece = sharded.piece(parameter)
         if piece is not None:
-            whole = piece.numel() == parameter.numel() and not is_dtensor(parameter)
+            whole = piece.numel() == math.prod(engine.model.part_of(parameter).shape)
             values = flattened(sharded.state.get(piece, {}))
             found[names[id(parameter)]] = LiveState(piece.shape, whole, parameter.numel(), values)
     return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint import random_state
-from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries
+from zero_strategy.checkpoint.agreement import catalog_of, check_references, state_dict_entries, whole_shape
 from zero_strategy.checkpoint.coded_states import Conversion, StatesOfOtherBits, dtypes_here
 from zero_strategy.checkpoint.contents import MASTER, wanted_in_whole
 from zero_strategy.checkpoint.layout import TensorSpec
@@ -232,7 +232,7 @@ def load_weights(
     # In the order of names: all ranks name the same tensor.
     for name, source in sorted(sources.items()):
         if name not in resized:
-            _check_shape(name, tuple(reader.spec(source).shape), tuple(entries[name].shape))
+            _check_shape(name, tuple(reader.spec(source).shape), whole_shape(engine, entries[name]))
     if optimizers and engine.optimizers and reader.has_manifest:
         check_optimizers(engine, reader)
 
@@ -579,14 +579,15 @@ def _check_state_shapes(
         if name in specs and sharded.piece(parameter) is not None:
             stored = tuple(specs[name].shape)
             if not _has_own_shape(sharded, parameter, kind, stored):
-                wanted = (blocks_of(parameter.numel()),) if kind in SCALES else tuple(parameter.shape)
+                shape = sharded.model.part_of(parameter).shape
+                wanted = (blocks_of(parameter.numel()),) if kind in SCALES else shape
                 _check_shape(name, stored, wanted)
 
 
 def _has_own_shape(sharded: ShardedOptimizer, parameter: nn.Parameter, kind: str, stored: tuple[int, ...]) -> bool:
     """True of state that has no value for each element, where this rank's piece is the whole parameter."""
     piece = sharded.piece(parameter)
-    if stored == tuple(parameter.shape) or kind in (MASTER, AVERAGE) or piece is None:
+    if stored == sharded.model.part_of(parameter).shape or kind in (MASTER, AVERAGE) or piece is None:
         return False
     return piece.numel() == parameter.numel() and sharded.keeps_any_state
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -212,10 +212,10 @@ def find_layers(root: nn.Module) -> list[ExpertLayer]:
     """
     planned = _planned(root)
     found = []
-    modules: Iterator[tuple[str, Any]] = root.named_modules()
-    for name, module in modules:
+    for name, module in root.named_modules():
         if isinstance(module, DivisibleExperts):
-            found.append(ExpertLayer(name, module, module.expert_parameters(), module.number_of_experts()))
+            held, number = module.expert_parameters(), module.number_of_experts()
+            found.append(ExpertLayer(name, cast(nn.Module, module), held, number))
         elif name in planned or _INTERFACE in vars(module):
             experts = getattr(module, "num_experts", None)
             if not isinstance(experts, int):

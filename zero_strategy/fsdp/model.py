@@ -27,7 +27,7 @@ from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.coded_weights import CodedWeights
 from zero_strategy.fsdp.divided_experts import DividedExperts
-from zero_strategy.fsdp.dtensor import check_placement, held_by, is_dtensor, tensor_ranks
+from zero_strategy.fsdp.dtensor import TensorPart, check_placement, held_by, is_dtensor, tensor_ranks
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
@@ -502,6 +502,10 @@ class ShardedModel:
     ) -> GradientBucket:
         dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
         return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse, side)
+
+    def part_of(self, parameter: nn.Parameter) -> TensorPart:
+        """This rank's part of a parameter, with the shape of the whole."""
+        return self.experts.part_of(parameter)
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""

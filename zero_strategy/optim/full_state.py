@@ -96,7 +96,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master copy from a whole `value`, the same on all ranks."""
     model, bucket, index = _find(param)
-    _check_shape(param, value)
+    _check_shape(value, bucket.parts[index].shape)
     model.moved.check("safe_set_full_fp32_param()")
     bucket.follow_edits()
     model.invalidate_unsharded([bucket])
@@ -125,7 +125,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the parameter's gradient by a whole `value`, the same on all ranks."""
     model, bucket, index = _find(param)
-    _check_shape(param, value)
+    _check_shape(value, bucket.parts[index].shape)
     model.moved.check("safe_set_full_grad()")
     model.reducer.settle()
     model.gradient_of(bucket).replace(index, value.detach().to(param.device))
@@ -161,7 +161,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         ValueError: If the optimizer has no such state for the parameter yet.
     """
     model, bucket, index = _find(param)
-    _check_shape(param, value)
+    _check_shape(value, bucket.parts[index].shape)
     mine = local_values(bucket.parts[index], param, value)
     piece = bucket.piece_of.get(index)
     if piece is None:
@@ -190,9 +190,9 @@ def _whole(bucket: ParameterBucket, index: int, value: Tensor | None, dtype: tor
     return bucket.whole_of(index, mine)
 
 
-def _check_shape(param: nn.Parameter, value: Tensor) -> None:
-    if value.shape != param.shape:
-        raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+def _check_shape(value: Tensor, whole: tuple[int, ...]) -> None:
+    if value.shape != whole:
+        raise ValueError(f"value has shape {tuple(value.shape)}, the parameter {whole}")
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:

@@ -202,7 +202,7 @@ class StateBook:
         """True if every rank holds all elements of the parameter's state."""
         found, model = self._owner.model.place(parameter), self._owner.model
         assert found is not None
-        divided = model.placement.shard_optimizer and model.mesh.shard_size > 1
+        divided = model.placement.shard_optimizer and found[0].ranks.shard_size > 1
         return not divided and found[0].parts[found[1]].dim is None
 
     def is_per_element(self, parameter: nn.Parameter, value: Tensor | OffloadedPart) -> bool:
@@ -227,7 +227,7 @@ class StateBook:
             return value.reshape(-1)[blocks].to(parameter.device if piece is None else piece.device, copy=True)
         if isinstance(value, ShardedValue):
             part = value.local_values()
-        elif is_elementwise_state(key, value, parameter.shape):
+        elif any(is_elementwise_state(key, value, shape) for shape in (parameter.shape, place.part.shape)):
             part = place.of(value)
         else:
             return value.clone() if isinstance(value, Tensor) else value
@@ -248,6 +248,6 @@ class StateBook:
         self.put(parameter, {key: self.part_of(parameter, key, value) for key, value in own.items()})
 
 
-def is_elementwise_state(key: str, value: Any, shape: torch.Size) -> bool:
+def is_elementwise_state(key: str, value: Any, shape: Sequence[int]) -> bool:
     """True if a state value has an entry per element of a parameter of `shape` (a 0-d one is told by its key)."""
     return isinstance(value, Tensor) and value.shape == shape and (len(shape) > 0 or key not in SCALAR_STATES)

@@ -384,7 +384,8 @@ class StateEntry(MutableMapping[str, Any]):
             if isinstance(value, ShardedValue) and not value.place.same(book.place_of(parameter)):
                 raise ValueError(f"{value.label} is divided among the ranks otherwise than {self._label(key)}")
             blocks = (blocks_of(parameter.numel()),) if key in SCALES else None
-            if isinstance(value, Tensor) and value.dim() and value.shape not in (parameter.shape, blocks):
+            shapes = parameter.shape, book.place_of(parameter).part.shape, blocks
+            if isinstance(value, Tensor) and value.dim() and value.shape not in shapes:
                 if not book.is_whole(parameter):
                     raise ValueError(
                         f"{self._label(key)} takes a number, or a full value of the parameter's shape "
