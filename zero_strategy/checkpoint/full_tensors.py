@@ -27,14 +27,10 @@ def full_state_dict(engine: TrainState, names: Collection[str] | None, *, keep: 
     entries = {n: t for n, t in state_dict_entries(engine.module, tied=True) if names is None or n in names}
     wanted, copies = {id(tensor) for tensor in entries.values()}, dict[int, Tensor]()
     for unit in engine.model.units:
-        places = {id(p): (bucket, n) for bucket in unit.buckets for n, p in enumerate(bucket.parameters)}
         chosen = [p for bucket in unit.buckets for p in bucket.parameters if id(p) in wanted]
         # On ranks that keep nothing, too: a gather takes all of them.
         with engine.model.gathered(chosen):
-            whole = {}
-            for parameter in chosen:
-                bucket, index = places[id(parameter)]
-                whole[id(parameter)] = bucket.whole_of(index, held_by(parameter).detach())
+            whole = {id(p): engine.model.whole_of(p) for p in chosen}
             if keep:
                 # A copy on the CPU as well: the unit's memory is another one's afterwards.
                 copies.update({key: tensor.to("cpu", copy=True) for key, tensor in whole.items()})

@@ -47,9 +47,13 @@ class ChangedValues:
         self._coded: dict[int, bytes] = {}
         self._seen: dict[int, int] = {}
 
+    def takes(self, bucket: ParameterBucket) -> bool:
+        """True if all ranks that shard have slices of the bucket."""
+        return bucket.ranks.gather is self._mesh.gather
+
     def before(self, buckets: Sequence[ParameterBucket]) -> None:
         """See `ValueRecorder`."""
-        for bucket in buckets:
+        for bucket in filter(self.takes, buckets):
             # First: what the user has written raises the generation, which tells whether the base is still known.
             bucket.follow_edits()
             known = self._seen.get(id(bucket)) == bucket.generation
@@ -62,7 +66,7 @@ class ChangedValues:
 
     def after(self, buckets: Sequence[ParameterBucket]) -> None:
         """See `ValueRecorder`: code at once what a fused step has changed, so that former values can go."""
-        for bucket in buckets:
+        for bucket in filter(self.takes, buckets):
             self._code(bucket)
 
     def _code(self, bucket: ParameterBucket) -> None:

@@ -62,6 +62,10 @@ class DividedExperts:
                 "ep_plan, or modules with the three methods of zero_strategy.experts.DivisibleExperts. Leave "
                 "mesh.expert at 1"
             )
+        if config.units.may_skip:
+            raise ValueError(
+                f"{setting}, and units.may_skip lets ranks skip layers, whose experts others ask: leave one out"
+            )
         for layer in self.layers:
             if layer.experts % self.group.size:
                 raise ValueError(f"{setting}, which does not divide the {layer.experts} experts of {layer.name}")

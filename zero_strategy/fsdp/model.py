@@ -27,7 +27,7 @@ from zero_strategy.fsdp.buffers import SharedBuffers
 from zero_strategy.fsdp.changed_values import ChangedValues
 from zero_strategy.fsdp.coded_weights import CodedWeights
 from zero_strategy.fsdp.divided_experts import DividedExperts
-from zero_strategy.fsdp.dtensor import TensorPart, check_placement, held_by, is_dtensor, tensor_ranks
+from zero_strategy.fsdp.dtensor import TensorPart, check_placement, held_by, is_dtensor, tensor_ranks, whole_of
 from zero_strategy.fsdp.grad_accumulation import BufferReuse, gradients_name
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.guards import ModuleGuards
@@ -507,6 +507,11 @@ class ShardedModel:
         """This rank's part of a parameter, with the shape of the whole."""
         return self.experts.part_of(parameter)
 
+    def whole_of(self, tensor: Tensor) -> Tensor:
+        """The whole of a gathered parameter, or a buffer, from every rank's part. A collective if ranks divide it."""
+        place, local = self._places.get(id(tensor)), held_by(tensor).detach()
+        return whole_of(tensor, local) if place is None else place[0].whole_of(place[1], local)
+
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None:
         """The bucket of `parameter` and its index there, or None if it is not a parameter of this model."""
         return self._places.get(id(parameter))
@@ -590,7 +595,12 @@ class ShardedModel:
     def show_step(self, stepped: Sequence[ParameterBucket], *, copied: bool) -> None:
         """Carry a step's new values to the parameters. A collective where these are whole; see `publish`."""
         if self.changed_values is not None:
-            self.changed_values.gather(stepped, copied=copied)
+            dense = [bucket for bucket in stepped if self.changed_values.takes(bucket)]
+            # Changes of experts go as they are: few ranks have the same ones.
+            others = [bucket.publish(copied=copied) for bucket in stepped if not self.changed_values.takes(bucket)]
+            self.changed_values.gather(dense, copied=copied)
+            for work in others:
+                work.wait()
         elif (
             self.placement.shard_parameters  # nothing is gathered here: the next use does it
             or not self.placement.shard_optimizer  # each rank has updated all

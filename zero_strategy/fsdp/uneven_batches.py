@@ -58,6 +58,8 @@ class SharedEvaluation:
     def shared_step(self) -> Iterator[None]:
         """One evaluation step of this rank; ranks without a batch left take part through `drain()` (stage 3)."""
         unsharder = self._model.unsharder
+        if self._model.experts.layers:
+            self._check_batches(has_one=True)
         if unsharder is None or self._mesh.world_size == 1:
             yield
             return
@@ -87,6 +89,8 @@ class SharedEvaluation:
     def drain(self) -> None:
         """Take part in the other ranks' evaluation steps until no rank has a batch left (stage 3)."""
         unsharder = self._model.unsharder
+        if self._model.experts.layers:
+            self._check_batches(has_one=False)
         if unsharder is None or self._mesh.world_size == 1:
             return
         # A unit that is whole here takes part in no gather, and the others would wait.
@@ -119,6 +123,20 @@ class SharedEvaluation:
             unsharder.launched.append(above)
         # Above the numbers of units, so that nobody takes it for a gather.
         return min(other for other in self.exchange(above + value) if other != _NOTHING) - above
+
+    def _check_batches(self, *, has_one: bool) -> None:
+        """Raise on all ranks if some have a batch and others have none, as tokens travel to experts of all ranks.
+
+        Raises:
+            ValueError: Naming the ranks and the way out.
+        """
+        without = [rank for rank, number in enumerate(self.exchange(int(has_one))) if not number]
+        if without and len(without) < self._mesh.world_size:
+            raise ValueError(
+                f"evaluation with divided experts (mesh.expert) needs as many batches on every rank, and ranks "
+                f"{without} have run out before the others: let the sampler pad (drop_last=False of a DistributedSampler), or "
+                "leave out what is over (drop_last=True)"
+            )
 
     def exchange(self, number: int) -> list[int]:
         """A number of every rank."""

@@ -36,8 +36,9 @@ class ElementwiseStep(PieceStep):
         self._check_kind()
 
     def _check_kind(self) -> None:
-        whole = not self.model.placement.shard_optimizer and self.model.mesh.tensor.size == 1
-        check_elementwise(self.optimizer, self.model.config.elementwise_optimizers, whole=whole)
+        model = self.model
+        whole = not (model.placement.shard_optimizer or model.mesh.tensor.size > 1 or model.experts.layers)
+        check_elementwise(self.optimizer, model.config.elementwise_optimizers, whole=whole)
 
     @classmethod
     def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
@@ -109,7 +110,14 @@ class ElementwiseStep(PieceStep):
         if self.model.placement.shard_optimizer:
             # Summed in the order of ranks, so that all of them get the same bits.
             table = torch.stack(mesh.shard_control.all_gather_small(table)).sum(dim=0)
-        divided = [row for row, each in enumerate(pieces.parameters()) if pieces.part(each).dim is not None]
+        experts = [row for row, each in enumerate(pieces.parameters()) if each in self.model.experts]
+        if experts and not self.model.placement.shard_optimizer:  # else they are spread over the ranks that shard
+            table[experts] = torch.stack(mesh.expert.all_gather_small(table[experts])).sum(dim=0)
+        divided = [
+            row
+            for row, each in enumerate(pieces.parameters())
+            if pieces.part(each).dim is not None and each not in self.model.experts
+        ]
         if divided:  # the same on all tensor-parallel ranks
             table[divided] = torch.stack(mesh.tensor.all_gather_small(table[divided])).sum(dim=0)
         return table[chosen]

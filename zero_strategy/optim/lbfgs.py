@@ -310,6 +310,8 @@ def _check_division(model: ShardedModel) -> None:
         divided_by = f"offload.optimizer={model.config.offload.optimizer!r}: set it to 'none'"
     elif mesh.tensor.size > 1:
         divided_by = "tensor parallelism: leave mesh.tensor at 1"
+    elif model.experts.layers and not model.placement.shard_optimizer:
+        divided_by = "divided experts at stage 0: use a stage from 1 to 3"
     elif mesh.world_group.world_size != mesh.world_size:
         divided_by = "pipeline parallelism: use one stage"
     if divided_by is not None:

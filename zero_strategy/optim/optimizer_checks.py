@@ -282,12 +282,12 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
             name = bucket.names[index]
             if bucket.parts[index].dim is not None:
                 raise ValueError(
-                    f"{kind} needs whole matrices, and tensor parallelism divides {name!r}: train it with an "
-                    "elementwise optimizer such as AdamW"
+                    f"{kind} needs whole matrices, and ranks have parts of {name!r} (mesh.tensor, mesh.expert): train "
+                    "it with an elementwise optimizer such as AdamW"
                 )
             if not (whole and model.placement.shard_optimizer) or bucket.whole or not parameter.requires_grad:
                 continue
-            if parameter.dim() == 1 and parameter.numel() > 1 and model.mesh.shard_size > 1:
+            if parameter.dim() == 1 and parameter.numel() > 1 and bucket.ranks.shard_size > 1:
                 # Tried once for all vectors of the optimizer.
                 if reason is None:
                     reason = why_not_elementwise(optimizer, vectors=True) or ""

@@ -57,8 +57,8 @@ def check_state_bits(optimizer: Optimizer, model: ShardedModel) -> None:
                 )
             if bucket.parts[index].dim is not None:
                 raise ValueError(
-                    f"{asked}, and tensor parallelism divides {label!r}: blocks of states are those of whole "
-                    "parameters; leave optimizer.state_bits out"
+                    f"{asked}, and ranks have parts of {label!r} (mesh.tensor, mesh.expert): blocks "
+                    "of states are those of whole parameters; leave optimizer.state_bits out"
                 )
             bits = model.config.optimizer.state_bits
             if bits != 8 and is_coded(group.get("state_bits"), bits, parameter.numel()):

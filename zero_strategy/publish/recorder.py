@@ -8,6 +8,7 @@ step. What changes otherwise (a load, writes in `GatheredParameters`, averages s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.checkpoint.agreement import state_dict_entries
+from zero_strategy.checkpoint.agreement import state_dict_entries, whole_shape
 from zero_strategy.comm.delta import Words, changed_of, dense, encode, words_of
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.publish.folder import Digest
@@ -269,8 +270,9 @@ class ChangeRecorder:
     def sizes(self) -> tuple[int, int]:
         """Elements of the model, and bytes of all values, published as they are."""
         tensors = [tensor for _, tensor in state_dict_entries(self._engine.module)]
-        nbytes = sum(tensor.numel() * self._converted(tensor.dtype).itemsize for tensor in tensors)
-        return sum(tensor.numel() for tensor in tensors), nbytes
+        sizes = [math.prod(whole_shape(self._engine, tensor)) for tensor in tensors]
+        nbytes = sum(size * self._converted(tensor.dtype).itemsize for size, tensor in zip(sizes, tensors, strict=True))
+        return sum(sizes), nbytes
 
     def _converted(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
@@ -291,6 +293,8 @@ class ChangeRecorder:
 
 def _ranges(bucket: ParameterBucket) -> Iterator[_Range]:
     for piece in bucket.slice_pieces:
+        # Experts of this rank are one range of all of them.
+        begin = bucket.parts[piece.index].offset + piece.start
         for start in range(0, piece.numel, _RANGE):
-            key = f"{bucket.names[piece.index]}@{piece.start + start}"
+            key = f"{bucket.names[piece.index]}@{begin + start}"
             yield _Range(key, piece.offset + start, min(_RANGE, piece.numel - start))

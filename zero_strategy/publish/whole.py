@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.agreement import state_dict_entries
-from zero_strategy.fsdp.dtensor import held_by, is_dtensor, whole_of
+from zero_strategy.fsdp.dtensor import is_dtensor
+from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.shard_storage import PARAMETERS
 from zero_strategy.quantized.values import dequantised, hollow_values, leading_key, quantised_layers
 from zero_strategy.train_state import TrainState
@@ -100,7 +101,7 @@ class WholeWeights:
         if module is not None and all(module is not each for each in engine.module.modules()):
             raise ValueError(f"module={type(module).__name__}(...) is no part of the engine's module")
         # Nothing can be PEFT's where it was not imported, and its import takes seconds.
-        sources = list(_sources(root, merge_adapters and "peft" in sys.modules))
+        sources = list(_sources(root, engine.model, merge_adapters and "peft" in sys.modules))
         self._convert = _reverse_conversion(root, [source.hollow for source in sources])
         parts = [
             _Part(made_at_once, self._converted(_joined(source.hollow for source in made_at_once)))
@@ -190,9 +191,9 @@ def _by_unit(engine: TrainState, needing: Iterable[_Needing]) -> list[list[_Need
     return [unit for unit in found if unit]
 
 
-def _sources(module: nn.Module, merge_adapters: bool) -> Iterator[_Source]:
+def _sources(module: nn.Module, model: ShardedModel, merge_adapters: bool) -> Iterator[_Source]:
     """All tensors of a module's state dict, tied ones once; those of PEFT merged, if that is asked for."""
-    adapted = _Adapters(module) if merge_adapters else None
+    adapted = _Adapters(module, model) if merge_adapters else None
     quantised = quantised_layers(module)
     # Adapters on quantised layers come with the layers' weights.
     around = () if adapted is None else (outer for path in quantised for outer in adapted.paths_around(path))
@@ -203,18 +204,17 @@ def _sources(module: nn.Module, merge_adapters: bool) -> Iterator[_Source]:
             if name == f"{path}.{leading_key(quantised[path])}":
                 yield _dequantised(path, quantised[path], adapted)
             elif name == f"{path}.bias":
-                yield _plain(name if adapted is None else adapted.name_of(name), tensor)
+                yield _plain(name if adapted is None else adapted.name_of(name), tensor, model)
             continue
         if name.startswith(beside):
             continue
-        yield from [_plain(name, tensor)] if adapted is None else adapted.sources(name, tensor)
+        yield from [_plain(name, tensor, model)] if adapted is None else adapted.sources(name, tensor)
 
 
-def _plain(name: str, tensor: Tensor) -> _Source:
-    def make() -> dict[str, Tensor]:
-        return {name: whole_of(tensor, held_by(tensor).detach())}
-
-    return _Source([tensor], make, {name: _hollow(tensor)})
+def _plain(name: str, tensor: Tensor, model: ShardedModel) -> _Source:
+    shape = model.part_of(tensor).shape if isinstance(tensor, nn.Parameter) else tensor.shape
+    hollow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return _Source([tensor], lambda: {name: model.whole_of(tensor)}, {name: hollow})
 
 
 def _dequantised(path: str, layer: Any, adapted: _Adapters | None) -> _Source:
@@ -273,10 +273,11 @@ class _Adapters:
         ValueError: If there are adapters that belong to no layer, or layers that lie divided.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, model: ShardedModel) -> None:
         from peft import PeftModel, PromptLearningConfig
         from peft.utils.other import ModulesToSaveWrapper
 
+        self._model = model
         self._root = ""
         if isinstance(module, PeftModel):
             self._root = _PEFT_ROOT
@@ -317,8 +318,8 @@ class _Adapters:
             if path in self._copies:
                 copied, rest = self._copies[path], name[len(path) + 1 :]
                 in_base = f"{self._in_base(path)}.{rest.removeprefix(copied)}"
-                return [_plain(in_base, tensor)] if rest.startswith(copied) else []
-        return [_plain(self._in_base(name), tensor)]
+                return [_plain(in_base, tensor, self._model)] if rest.startswith(copied) else []
+        return [_plain(self._in_base(name), tensor, self._model)]
 
     def paths_around(self, path: str) -> list[str]:
         """Names of PEFT's outermost layers in place of the module at `path`: one or none."""
