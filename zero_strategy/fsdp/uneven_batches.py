@@ -134,8 +134,8 @@ class SharedEvaluation:
         if without and len(without) < self._mesh.world_size:
             raise ValueError(
                 f"evaluation with divided experts (mesh.expert) needs as many batches on every rank, and ranks "
-                f"{without} have run out before the others: let the sampler pad (drop_last=False of a DistributedSampler), or "
-                "leave out what is over (drop_last=True)"
+                f"{without} have run out before the others: let the sampler pad "
+                "(drop_last=False of a DistributedSampler), or leave out what is over (drop_last=True)"
             )
 
     def exchange(self, number: int) -> list[int]:
