@@ -7,13 +7,14 @@ only, along its first dimension; ranks that hold the same ones share its bucket.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import ZeroConfig
+from zero_strategy.experts.balance import join_balance_losses
 from zero_strategy.experts.layers import ExpertLayer, find_layers
 from zero_strategy.experts.routing import ExpertGroup
 from zero_strategy.fsdp.dtensor import TensorPart, is_dtensor, part_of
@@ -37,7 +38,7 @@ class DividedExperts:
         self._mesh, self.group = mesh, ExpertGroup(mesh.expert)
         self.layers: list[ExpertLayer] = find_layers(module) if self.group.size > 1 else []
         self._parts: dict[int, TensorPart] = {}
-        self._owner = type(module).__name__
+        self._module, self._hooks = module, list[Any]()
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """True if ranks hold different experts of it."""
@@ -58,9 +59,9 @@ class DividedExperts:
         setting = f"mesh.expert is {self.group.size} [{config.origin_of('mesh.expert')}]"
         if not self.layers:
             raise ValueError(
-                f"{setting}, and {self._owner} has no layer of experts that says so: a Hugging Face model with an "
-                "ep_plan, or modules with the three methods of zero_strategy.experts.DivisibleExperts. Leave "
-                "mesh.expert at 1"
+                f"{setting}, and {type(self._module).__name__} has no layer of experts that says so: a Hugging "
+                "Face model with an ep_plan, or modules with the three methods of "
+                "zero_strategy.experts.DivisibleExperts. Leave mesh.expert at 1"
             )
         if config.units.may_skip:
             raise ValueError(
@@ -80,6 +81,8 @@ class DividedExperts:
                 )
                 self._parts[id(parameter)] = part
             layer.divide(self.group)
+        axes = self._mesh.gather, self._mesh.replicate
+        self._hooks = join_balance_losses(self._module, axes, self._mesh.world_size)
 
     @torch.no_grad()
     def cut_unset(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -110,4 +113,6 @@ class DividedExperts:
         """Let the layers compute with all experts again."""
         for layer in self.layers:
             layer.undivide()
+        for hook in self._hooks:
+            hook.remove()
         self._parts.clear()
