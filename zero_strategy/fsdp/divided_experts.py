@@ -57,7 +57,12 @@ class DividedExperts:
         if self.group.size == 1:
             return
         setting = f"mesh.expert is {self.group.size} [{config.origin_of('mesh.expert')}]"
-        if not self.layers:
+        # Of a pipeline's stages some may have none.
+        ranks = self._mesh.world_group.control
+        counts = (
+            ranks.all_gather_objects(len(self.layers)) if ranks.size > self._mesh.world_size else [len(self.layers)]
+        )
+        if not any(counts):
             raise ValueError(
                 f"{setting}, and {type(self._module).__name__} has no layer of experts that says so: a Hugging "
                 "Face model with an ep_plan, or modules with the three methods of "
