@@ -45,7 +45,7 @@ class DividedExperts:
         return id(parameter) in self._parts
 
     def part_of(self, parameter: nn.Parameter) -> TensorPart:
-        """What this rank has of a parameter."""
+        """This rank's part of a parameter."""
         return self._parts.get(id(parameter)) or part_of(parameter, self._mesh.tensor.rank)
 
     def divide(self, config: ZeroConfig) -> None:
