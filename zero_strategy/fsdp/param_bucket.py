@@ -262,11 +262,15 @@ class ParameterBucket:
         source[end:].zero_()
 
     def _share_copies(self, source: Tensor) -> None:
-        """Parameters that all tensor-parallel ranks hold whole start from the values of the first of these."""
+        """Parameters that tensor-parallel ranks do not divide start from the values of the first of these."""
         if self.ranks.copies.size == 1:
             return
-        pairs = zip(self.parts, self.layout.segments, strict=True)
-        places = [source[segment.offset : segment.stop] for part, segment in pairs if part.dim is None]
+        members = zip(self.parts, self.parameters, self.layout.segments, strict=True)
+        places = [
+            source[segment.offset : segment.stop]
+            for part, parameter, segment in members
+            if part.dim is None or not is_dtensor(parameter)
+        ]
         if places:
             values = torch.cat(places).cpu()
             self.ranks.copies.broadcast(values, 0)
