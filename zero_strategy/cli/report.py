@@ -57,6 +57,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "tflops": _over_ranks(points, _tflops),
         "memory": {rank: _memory(records) for rank, records in run.steps.items()},
         "flows": _flows(run),
+        "experts": _experts(run),
         "summary": _summary(run),
         "timeline": _timeline(run),
     }
@@ -135,6 +136,16 @@ def _flows(run: RecordedRun) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _experts(run: RecordedRun) -> list[dict[str, Any]]:
+    """Layers of divided experts: rows for each expert over all recorded steps and ranks."""
+    found: dict[str, list[int]] = {}
+    for record in (record for records in run.steps.values() for record in records):
+        for name, rows in (record.experts or {}).items():
+            known = found.setdefault(name, [0] * len(rows))
+            found[name] = [one + other for one, other in zip(known, rows, strict=True)]
+    return [{"layer": name, "rows": rows} for name, rows in found.items()]
 
 
 def _summary(run: RecordedRun) -> dict[str, float | None]:

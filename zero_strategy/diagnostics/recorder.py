@@ -350,6 +350,7 @@ class StepRecorder:
             peak=None if peak is None else peak * seconds,
             copies=engine.mesh.world_size,
             memory=sample_memory(engine) if self._memory_due() else None,
+            experts=engine.model.experts.take_rows() or None,
         )
 
     def _memory_due(self) -> bool:

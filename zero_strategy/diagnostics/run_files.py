@@ -118,6 +118,7 @@ class StepRecord:
         peak: Operations that its device could have done in the time; None if that is not known.
         copies: Ranks that train on other data at the same time, this one included.
         memory: At its end, where it was looked at.
+        experts: Rows for each expert of each layer, of the ranks that divide them with this one; on one of these.
     """
 
     step: int
@@ -133,6 +134,7 @@ class StepRecord:
     peak: float | None = None
     copies: int = 1
     memory: MemorySample | None = None
+    experts: Mapping[str, Sequence[int]] | None = None
 
     @property
     def mfu(self) -> float | None:

@@ -22,8 +22,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.experts.load import ExpertLoad
 from zero_strategy.experts.routing import ExpertGroup, Route
 from zero_strategy.runtime.module_hooks import EphemeralHook
+from zero_strategy.runtime.torch_private import in_backward
 
 
 @runtime_checkable
@@ -78,6 +80,10 @@ class ExpertLayer:
         self._hold(len(group.held(self.experts)))
         self._calls = ExpertCalls(self, group)
 
+    def take_rows(self) -> list[int]:
+        """Rows of all ranks of the group for each expert, in training, since the last call; empty: not divided."""
+        return [] if self._calls is None else self._calls.load.take()
+
     def undivide(self) -> None:
         """Let it hold all experts again."""
         if self._calls is not None:
@@ -100,12 +106,16 @@ class ExpertCalls(EphemeralHook):
     Args:
         layer: The layer.
         group: Ranks that divide its experts.
+
+    Attributes:
+        load: Rows of its experts in training.
     """
 
     def __init__(self, layer: ExpertLayer, group: ExpertGroup) -> None:
         self._name, self._experts, self._group = layer.name, layer.experts, group
         self._signature = inspect.signature(type(layer.module).forward)
         self._call: _Call | None = None
+        self.load = ExpertLoad(layer.name, layer.experts, group.rank, group.size)
         before = layer.module.register_forward_pre_hook(self, with_kwargs=True)
         after = layer.module.register_forward_hook(_After(self))
         self._handles = [before, after]
@@ -139,6 +149,8 @@ class ExpertCalls(EphemeralHook):
         flat = tokens.reshape(-1, shape[-1])
         chosen, weights = (each.reshape(len(flat), -1) for each in (chosen, weights))
         arrived, route = self._group.dispatch(flat, chosen, self._experts)
+        if torch.is_grad_enabled() and not in_backward():  # there a forward is computed again
+            self.load.add(route.counts)
         rows, numbers = arrived, route.experts.unsqueeze(1)
         if not len(rows):
             # A row of zeros for the first expert: code of experts need not work for none, and the graph of a backward

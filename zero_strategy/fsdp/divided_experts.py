@@ -114,6 +114,15 @@ class DividedExperts:
             if parameter in self:
                 parameter.data = bucket.whole_of(index, parameter.data)
 
+    def take_rows(self) -> dict[str, list[int]]:
+        """Rows for each expert of each layer since the last call; of all groups together where ranks add them up.
+
+        Other ranks than the first of a group have none.
+        """
+        if self.group.rank:
+            return {}
+        return {layer.name: layer.take_rows() for layer in self.layers}
+
     def undivide(self) -> None:
         """Let the layers compute with all experts again."""
         for layer in self.layers:

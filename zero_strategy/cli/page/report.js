@@ -305,6 +305,18 @@ function traffic() {
     data.flows.map((one) => [one.kind.replaceAll("_", " "), number(one.calls), bytes(one.bytes), one.rate === null ? "-" : `${bytes(one.rate)}/s`]), "What moves in a step"));
 }
 
+function experts() {
+  if (!data.experts.length) return;
+  const box = section("Experts", "Rows for the experts of each layer over all recorded steps and ranks. Ranks of the least busy experts wait for those of the busiest.", true);
+  const row = ({ layer, rows }) => {
+    const mean = rows.reduce((sum, one) => sum + one, 0) / rows.length;
+    return [layer, number(rows.length), number(Math.min(...rows)), number(mean), number(Math.max(...rows)), number(Math.max(...rows) / (mean || 1))];
+  };
+  box.append(table([{ name: "layer" }, ...["experts", "fewest", "mean", "most", "most / mean"].map((name) => ({ name, number: true }))],
+    data.experts.map(row), "Rows of experts"));
+  live(box, (width) => data.experts.slice(0, 8).map(({ layer, rows }) => lines(width, 160, rows.map((_, index) => index), [{ name: layer, color: nth(0), values: rows }], number, `Rows by expert of ${layer}`, false)));
+}
+
 function timeline() {
   const found = data.timeline;
   if (!found) return;
@@ -361,7 +373,7 @@ function settings() {
 }
 
 heading();
-for (const part of [budget, loss, speed, memory, skew, traffic, timeline, settings]) part();
+for (const part of [budget, loss, speed, memory, skew, traffic, experts, timeline, settings]) part();
 if (data.grouped > 1) document.getElementById("foot").append(tag("p", { text: `Each point is the mean of ${data.grouped} recorded steps.` }));
 document.getElementById("foot").append(tag("p", { text: "Written by zero-strategy report; the page needs no network." }));
 let waiting = 0, last = window.innerWidth;
