@@ -52,6 +52,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "mesh.shard": ("hybrid sharding: ranks that share one copy; none: world size / replicate / tensor", "8"),
     "mesh.sequence": ("ranks that divide the tokens of the same sequences", "4"),
     "mesh.ulysses": ("of these, ranks that exchange tokens for heads; none: all of them", "2"),
+    "mesh.expert": ("neighbouring ranks that divide the experts of each layer; tokens travel to them", "8"),
     "communication.parameters": (
         "what is sent: values; changes (stages 1, 2); what layers cast weights to (stage 3)",
         "delta",

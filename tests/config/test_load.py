@@ -308,7 +308,7 @@ def test_deepspeed_json(write):
             {"mesh": None},
             TypeError,
             "mesh is None (NoneType) [user: mapping]; expected a mapping with keys among "
-            "replicate, shard, tensor, sequence, ulysses",
+            "replicate, shard, tensor, sequence, ulysses, expert",
         ),
     ],
 )

@@ -57,6 +57,7 @@ DEFAULTS = {
     "mesh.tensor": None,
     "mesh.sequence": 1,
     "mesh.ulysses": None,
+    "mesh.expert": 1,
     "communication.parameters": "values",
     "precision.master_weights": True,
     "precision.gradient_dtype": "float32",
@@ -142,6 +143,7 @@ BAD_VALUES = [
     ("mesh.replicate", 0),
     ("mesh.shard", 0),
     ("mesh.tensor", 0),
+    ("mesh.expert", 0),
     ("precision.gradient_dtype", "bfloat16"),
     ("precision.reduce_dtype", "fp32"),
     ("optimizer.state_bits", 5),
@@ -289,7 +291,7 @@ def test_prefix_is_the_place_in_the_config(name):
 def test_omegaconf_structured_sees_the_settings_only(source):
     node = OmegaConf.structured(source)
     assert set(node) == {field.name for field in dataclasses.fields(ZeroConfig)}
-    assert set(node.mesh) == {"replicate", "shard", "tensor", "sequence", "ulysses"}
+    assert set(node.mesh) == {"replicate", "shard", "tensor", "sequence", "ulysses", "expert"}
     built = OmegaConf.to_object(node)
     assert isinstance(built, ZeroConfig)
     assert built == (ZeroConfig() if source is ZeroConfig else source)
