@@ -93,6 +93,42 @@ def test_ranks_that_divide_layers_or_sequences() -> None:
         load_config({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})
 
 
+def test_ranks_that_divide_experts_in_deepspeeds_json() -> None:
+    found = load_config({"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 4}})
+    assert found.mesh.expert == 4 and "expert_parallel.autoep_size" in found.origin_of("mesh.expert")
+    for idle in ({"enabled": False, "autoep_size": 4}, {"autoep_size": 4}, {"enabled": True}):
+        assert quietly({"train_batch_size": 8, "expert_parallel": idle}).zero.get("mesh.expert") is None, idle
+    with pytest.raises(ValueError, match=r"autoep_size is 0|mesh\.expert is 0"):
+        load_config({"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 0}})
+    with pytest.raises(ValueError, match=r"'expert_parallel\.ep_size'.*did you mean 'expert_parallel\.autoep_size'"):
+        load_config({"train_batch_size": 8, "expert_parallel": {"enabled": True, "ep_size": 2}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "way"),
+    [
+        ("top_k", 4, "router"),
+        ("score_func", "sigmoid", "router"),
+        ("routed_scaling_factor", 2.5, "router"),
+        ("load_balance_coeff", 0.01, "auxiliary loss"),
+        ("expert_activation", "gelu", "own forward"),
+        ("expert_tensor_parallel_size", 2, "leave it at 1"),
+    ],
+)
+def test_keys_of_experts_that_would_change_a_model(key: str, value: Any, way: str) -> None:
+    section = {"enabled": True, "autoep_size": 2, key: value}
+    with pytest.raises(ValueError, match=rf"'expert_parallel\.{key}: .*{way}"):
+        read_deepspeed({"train_batch_size": 8, "expert_parallel": section})
+
+
+def test_a_section_of_experts_with_deepspeeds_defaults() -> None:
+    section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral", "top_k": "auto", "score_func": "auto"}
+    section |= {"route_scale": 1.0, "load_balance_coeff": None, "moe_layer_pattern": r"layers\.\d+\.mlp"}
+    with pytest.warns(UserWarning, match=r"'expert_parallel\.preset_model': .*ep_plan"):
+        found = read_deepspeed({"train_batch_size": 8, "expert_parallel": section})
+    assert found.zero["mesh.expert"].value == 2
+
+
 def test_the_list_and_the_table_have_the_same_keys() -> None:
     named = {key for key, _, _ in listed()}
     named |= {path for key, value, _ in listed() for path in leaves(nested(key, value))}

@@ -188,6 +188,17 @@ def test_shard_that_does_not_fit():
     assert "the world size is 8; accepted: 8, None" in message
 
 
+def test_ranks_of_experts_divide_those_that_shard():
+    assert resolve(load_config(mesh={"expert": 2, "replicate": 2}), 8).config.mesh.expert == 2
+    with pytest.raises(ValueError) as error:
+        resolve(load_config({"expert_parallel": {"enabled": True, "autoep_size": 3}, "train_batch_size": 8}), 8)
+    message = str(error.value)
+    assert message.startswith("mesh.expert is 3 [user: mapping: expert_parallel.autoep_size]; accepted: a divisor")
+    assert message.endswith("the 8 ranks that shard: 1, 2, 4, 8")
+    with pytest.raises(ValueError, match=r"a divisor of the 2 ranks that shard: 1, 2"):
+        resolve(load_config(mesh={"expert": 4, "replicate": 2, "tensor": 2}), 8)
+
+
 def test_resolve_leaves_its_argument_alone():
     config = load_config(stage=2)
     before = copy.deepcopy(config)

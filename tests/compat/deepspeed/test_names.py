@@ -349,8 +349,11 @@ def test_models_without_experts_in_parallel() -> None:
     group = {"params": list(nn.Linear(2, 2).parameters()), "name": "parameters"}
     assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
     assert not deepspeed.moe.utils.is_moe_param(group["params"][0])
-    with pytest.raises(ImportError, match="experts in parallel are not done"):
+    with pytest.raises(ImportError, match=r"zero_strategy\.experts\.DivisibleExperts.* mesh\.expert .*autoep_size"):
         _ = deepspeed.moe.layer.MoE
+    for name in ("_get_expert_parallel_group", "_get_expert_data_parallel_group", "_get_max_expert_size"):
+        with pytest.raises(ImportError, match=r"autoep_size.*engine\.zero\.mesh\.expert"):
+            getattr(deepspeed.utils.groups, name)
     assert deepspeed.__version__ == "0.19.8"
 
 

@@ -383,7 +383,7 @@ _get_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(False, 0): no module divides experts among ranks."""
+    """(False, 0): none is a `MoE` of DeepSpeed's, whichever experts `mesh.expert` divides."""
     return False, 0
 
 
@@ -395,7 +395,7 @@ def is_moe_param(param: Tensor) -> bool:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = None
 ) -> list[dict[str, Any]]:
-    """The groups as a list: there are no parameters of experts to be put into groups of their own.
+    """The groups as a list: parameters of experts need no groups of their own, divided or not.
 
     Args:
         param_groups: One, or several.

@@ -40,7 +40,16 @@ def _all(names: str, entry: str | Refused) -> Names:
 
 # ---- reasons ----
 
-_EXPERTS = Refused("experts in parallel are not done; experts of an ordinary module are trained at every stage")
+_MOE_LAYER = Refused(
+    "layers of experts are the model's own: a Hugging Face model with an ep_plan, or modules with the three methods of "
+    "zero_strategy.experts.DivisibleExperts. In place of MoE(ep_size=n) set mesh.expert to n, which is "
+    "expert_parallel.autoep_size in DeepSpeed's JSON; without it experts are trained as all other parameters"
+)
+_EXPERT_GROUPS = Refused(
+    "no group is made before the engine: set expert_parallel.autoep_size in the config, and take the ranks (group, "
+    "size, rank) that divide experts from engine.zero.mesh.expert, those with the same ones from "
+    "engine.zero.mesh.expert_reduce"
+)
 _SEQUENCES = Refused("sequence parallelism is not done; keep sequences whole on each rank")
 _INFERENCE = Refused("kernels for generating are not part of this package; generate with the model itself")
 _LR_TUNING = Refused("schedules are set in the config: scheduler.type and scheduler.params")
@@ -108,7 +117,7 @@ _LOCAL = _all(
 )
 _FRAGMENTS = {**_LOCAL, **_all("get_full_hp_param get_full_hp_grad link_hp_params map_to_flat_opt_states", _FLAT_STATE)}
 _LOG = _all("logger log_dist", ".environment")
-_MOE = _all("MoE", _EXPERTS)
+_MOE = _all("MoE", _MOE_LAYER)
 _MODULE: Names = {
     **_all("PipelineModule", "zero_strategy.pipeline.module"),
     **_all("LayerSpec TiedLayerSpec", "zero_strategy.pipeline.building"),
@@ -271,8 +280,11 @@ TABLE: Mapping[str, Mapping[str, str | Refused]] = MappingProxyType(
                 "get_data_parallel_world_size get_model_parallel_rank get_model_parallel_world_size get_world_group",
                 ".environment",
             ),
-            **_all("_get_expert_parallel_group _get_expert_data_parallel_group", _EXPERTS),
-            **_all("_get_expert_parallel_world_size _get_expert_parallel_rank _get_max_expert_size", _EXPERTS),
+            **_all(
+                "_get_expert_data_parallel_group _get_expert_parallel_group _get_expert_parallel_rank "
+                "_get_expert_parallel_world_size _get_max_expert_size",
+                _EXPERT_GROUPS,
+            ),
             **_all("_get_sequence_parallel_group _get_sequence_data_parallel_group", _SEQUENCES),
         },
         "utils.init_on_device": _ON_DEVICE,

@@ -331,7 +331,10 @@ _MODULE = "DeepSpeed does not look at it: the PipelineModule says it by its argu
 _UNDIVIDED = "only how tensor-parallel ranks share a message between stages differs; what arrives is the same"
 _RECOMPUTED = "for what the model gives to deepspeed.checkpointing.checkpoint"
 _PLANS = "the model's own tp_plan says which layers are divided; give another one to divide_layers in your code"
-_EXPERTS = "expert parallelism (mixture of experts) is not supported; experts are trained as ordinary parameters"
+_WHERE_EXPERTS = "the model's own ep_plan, or the methods of DivisibleExperts, say which layers have experts"
+_EXPERTS_COMPUTE = "experts compute by the model's own code, and tokens travel by all-to-alls; the results are the same"
+_ROUTER = "the model's own router chooses experts and weights them; set this in the model's config"
+_BALANCE = "experts are balanced by the model's own auxiliary loss, such as router_aux_loss_coef of its config"
 _COMPILE = "compilation is the caller's; use torch.compile on the model"
 _COMPILED_BY_CALLER = (
     "the caller compiles, with the same results: TrainingArguments(torch_compile=True), or torch.compile(model) before "
@@ -387,9 +390,36 @@ _PARALLEL: dict[str, Key | Group] = {
         switch="autotp_size",
         open=True,
     ),
-    "expert_parallel": switched(_EXPERTS, open=True),
+    "expert_parallel": carried_out(
+        "mesh.expert",
+        {
+            "autoep_size": translated(INT, 1, "mesh.expert", "among neighbouring ranks, at every stage"),
+            "expert_tensor_parallel_size": refused(INT, 1, "ranks have whole experts; leave it at 1"),
+            **plain_keys(
+                "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 "
+                "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern",
+                _WHERE_EXPERTS,
+            ),
+            **plain_keys(
+                "use_grouped_mm grouped_mm_backend disable_triton_grouped_mm combine_impl row_weighting_impl "
+                "gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank async_split_plan "
+                "validate_folding_routing",
+                _EXPERTS_COMPUTE,
+            ),
+            **{name: refused(ANY, "auto", _ROUTER) for name in ("top_k", "score_func", "score_apply")},
+            "routed_scaling_factor": refused(ANY, "auto", _ROUTER),
+            "route_norm": refused(BOOL, None, _ROUTER),
+            "route_scale": refused(NUMBER, 1.0, _ROUTER),
+            "num_expert_groups": refused(INT, None, _ROUTER),
+            "num_limited_groups": refused(INT, None, _ROUTER),
+            "expert_activation": refused(TEXT, None, "experts compute by the model's own forward; change that"),
+            "load_balance_coeff": refused(NUMBER, None, _BALANCE),
+        },
+    ),
     "sequence_parallel_size": translated(INT, 1, "mesh.sequence", "by Ulysses: mesh.ulysses has the same size"),
-    "use_data_before_expert_parallelism": refused(BOOL, False, _EXPERTS),
+    "use_data_before_expert_parallelism": unneeded(
+        BOOL, False, "neighbouring ranks divide experts; only which ranks have the same ones differs"
+    ),
     "hybrid_engine": switched(
         "generating with kernels of its own is not done here; generate with the model itself",
         plain_keys(

@@ -250,6 +250,9 @@ class Translation:
         ):
             if (size := self.value(key, 1)) > 1:
                 made.update({name: Setting(size, self.from_key(key)) for name in names})
+        key = "expert_parallel.autoep_size"
+        if self.value("expert_parallel.enabled", False) and (ranks := self.value(key, 1)) != 1:
+            made["mesh.expert"] = Setting(ranks, self.from_key(key))
         made.update(self._state_dtypes())
         made.update(self._loss_scale())
         made.update(self._offload())
