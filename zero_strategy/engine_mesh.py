@@ -19,6 +19,7 @@ from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
 from zero_strategy.comm.process_group import world_size
 from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, check_owned, dtype_fact, load_config, resolve
+from zero_strategy.experts.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.train_state import ModelPart
 
@@ -49,8 +50,10 @@ def settle(
         The config; the part, with the groups that tensor parallelism makes.
 
     Raises:
-        ValueError: If a setting is wrong, does not fit the world, or asks for pipeline stages of a whole module.
+        ValueError: If a setting is wrong, does not fit the world, or asks for pipeline stages of a whole module; if
+            transformers has sharded the module.
     """
+    check_not_divided(module)
     divided = tensor_ranks(module)
     if isinstance(config, ResolvedConfig):
         resolved = config

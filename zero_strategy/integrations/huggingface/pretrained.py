@@ -39,6 +39,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from zero_strategy.checkpoint.deferred import Conversion, Converted, DeferredWeights, Source, Stored
 from zero_strategy.checkpoint.reader import CheckpointReader
+from zero_strategy.experts.divided_elsewhere import instead_of, sizes_of
 from zero_strategy.integrations.huggingface.quantised import SLICED, WeightQuantiser
 from zero_strategy.pipeline.building import ModelLayer, finished, model_layer
 from zero_strategy.quantized.wrapped import is_holding, where_parts_are
@@ -70,8 +71,9 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *arguments: 
             class, and for files other than safetensors.
     """
     for name in _ELSEWHERE:
-        if keywords.get(name) is not None:
-            raise ValueError(f"{name}={keywords[name]!r}: weights are placed by sharding; drop it")
+        if (given := keywords.get(name)) is not None:
+            ways = instead_of(sizes_of(given)) if name == "distributed_config" else ""
+            raise ValueError(f"{name}={given!r}: weights are placed by sharding; drop it{ways}")
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise ValueError(
             f"{os.fspath(path)} holds a PEFT adapter: load the model that it belongs to, then "
