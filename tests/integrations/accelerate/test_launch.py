@@ -171,6 +171,13 @@ def test_the_sizes_of_accelerate_are_settings() -> None:
         with_parallelism(load_config(mesh={"sequence": 4}), sizes, 8)
 
 
+def test_experts_have_no_size_of_accelerate_s() -> None:
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    assert not [name for name in vars(sizes) if name.startswith(("ep", "expert"))], "take it in with_parallelism"
+    found = with_parallelism(load_config(mesh={"expert": 2}), sizes, 8).mesh
+    assert (found.replicate, found.expert) == (2, 2)
+
+
 def test_uneven_batches_have_a_call_of_accelerate_s_own() -> None:
     check_uneven_batches(load_config(), "ZeroAccelerator")
     with pytest.raises(ValueError, match=r"uneven_batches is 'join' \[user: keyword\].*join_uneven_inputs\(\[model\]"):

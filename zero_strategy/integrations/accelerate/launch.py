@@ -186,6 +186,8 @@ def with_parallelism(config: ZeroConfig, asked: ParallelismConfig | None, proces
     | `sp_size` | `mesh.sequence`, Ulysses |
     | `tp_size` | `mesh.tensor` |
 
+    Experts have no size there: `mesh.expert` is set in the config.
+
     Raises:
         ValueError: If sizes do not make up the processes, or a setting says something else.
     """
