@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.experts.model import EXPERTS, WIDTH, Model, batch, make
 from tests.launcher import Launcher
@@ -215,6 +217,9 @@ def refusals() -> dict[str, str]:
     )
     found["size"] = message_of(lambda: ZeroEngine(make(), {"mesh": {"expert": 3}}))
     found["replicas"] = message_of(lambda: ZeroEngine(make(), {"mesh": {"expert": 2, "replicate": 2}}))
+    sharded = nn.Linear(4, 4)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    found["fully_shard"] = message_of(lambda: ZeroEngine(sharded, {"stage": 3}))
     model, engine, _ = trained({"stage": 1, "mesh": EXPERTS_OF_TWO})
     found["copy"] = message_of(lambda: copy.deepcopy(model))
     found["call"] = message_of(
@@ -231,6 +236,7 @@ def test_bad_settings_are_named(ranks: Launcher) -> None:
         assert "units.may_skip" in found["skip"]
         assert "mesh.expert is 3" in found["size"] and "1, 2" in found["size"]
         assert "mesh.expert is 2" in found["replicas"]
+        assert "divided by fully_shard" in found["fully_shard"]
         assert "deepcopy" in found["copy"] and "close(gather=True)" in found["copy"]
         assert "blocks.0.experts was called with" in found["call"]
 

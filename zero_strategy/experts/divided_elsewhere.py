@@ -1,4 +1,4 @@
-"""Models that transformers itself has divided, by its `DistributedConfig`, or was asked to divide.
+"""Models that others have divided already: transformers, by its `DistributedConfig`, and torch's `fully_shard`.
 
     from_pretrained(..., distributed_config=DistributedConfig(ep_size=2, fsdp_size=2))
 
@@ -19,10 +19,12 @@ from torch import nn
 _SIZES = ("dp_replicate_size", "fsdp_size", "tp_size", "pp_size", "ep_size")
 _SENDS = "_is_expert_parallel"
 """Attribute of a layer of experts that is true once transformers has divided it."""
+_FSDP = "FSDPModule"
+"""The class that torch's `fully_shard` adds to a module's bases."""
 
 
 def check_not_divided(module: nn.Module) -> None:
-    """Raise if transformers has divided a model, in another way than its layers, or was asked to.
+    """Raise if somebody has divided a model, in another way than its layers, or was asked to.
 
     Args:
         module: A model, or a module with some.
@@ -35,6 +37,13 @@ def check_not_divided(module: nn.Module) -> None:
         sizes = sizes_of({} if found is None else found)
         if any(ranks > 1 for size, ranks in sizes.items() if size != "tp_size"):
             raise ValueError(_refusal(child, sizes))
+        if any(
+            base.__module__.startswith("torch.distributed") and base.__name__ == _FSDP for base in type(child).__mro__
+        ):
+            raise ValueError(
+                f"{name or type(child).__name__} was divided by fully_shard: make the model without it, since this "
+                "engine divides it"
+            )
         if vars(child).get(_SENDS):
             raise ValueError(
                 f"{name or type(child).__name__} sends tokens to the experts of other ranks already, by transformers' "
