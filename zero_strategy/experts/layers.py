@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from zero_strategy.experts.adapters import AdapterCalls, base_of, wrappers_of
 from zero_strategy.experts.load import ExpertLoad
 from zero_strategy.experts.routing import ExpertGroup, Route
 from zero_strategy.runtime.module_hooks import EphemeralHook
@@ -56,10 +57,13 @@ class ExpertLayer:
         module: The module.
         parameters: Names in the module of those that hold experts.
         experts: Number of experts.
+        wrappers: PEFT's modules around it, which adapt its parameters.
     """
 
-    def __init__(self, name: str, module: nn.Module, parameters: Sequence[str], experts: int) -> None:
-        self.name, self.module, self.experts = name, module, experts
+    def __init__(
+        self, name: str, module: nn.Module, parameters: Sequence[str], experts: int, wrappers: Sequence[nn.Module] = ()
+    ) -> None:
+        self.name, self.module, self.experts, self._wrappers = name, module, experts, wrappers
         self.parameters = [module.get_parameter(each) for each in parameters]
         for each, parameter in zip(parameters, self.parameters, strict=True):
             if parameter.dim() == 0 or parameter.shape[0] != experts:
@@ -74,11 +78,14 @@ class ExpertLayer:
                 "experts would get other gradients of them: leave mesh.expert at 1, or move them out of the layer"
             )
         self._calls: ExpertCalls | None = None
+        self._adapters: list[AdapterCalls] = []
 
     def divide(self, group: ExpertGroup) -> None:
         """Let the layer hold the experts of this rank, and tokens travel. Its parameters are for others to cut."""
         self._hold(len(group.held(self.experts)))
         self._calls = ExpertCalls(self, group)
+        held = group.held(self.experts)
+        self._adapters = [AdapterCalls(each, held, self.experts) for each in self._wrappers]
 
     def take_rows(self) -> list[int]:
         """Rows of all ranks of the group for each expert, in training, since the last call; empty: not divided."""
@@ -88,6 +95,8 @@ class ExpertLayer:
         """Let it hold all experts again."""
         if self._calls is not None:
             self._calls.remove()
+            for adapters in self._adapters:
+                adapters.remove()
             self._hold(self.experts)
             self._calls = None
 
@@ -223,17 +232,22 @@ def find_layers(root: nn.Module) -> list[ExpertLayer]:
         ValueError: If a plan has an unknown style, or a layer cannot be divided; names it.
     """
     planned = _planned(root)
-    found = []
+    found, inside = list[ExpertLayer](), set[int]()
     for name, module in root.named_modules():
+        if id(module) in inside:
+            continue
         if isinstance(module, DivisibleExperts):
             held, number = module.expert_parameters(), module.number_of_experts()
             found.append(ExpertLayer(name, cast(nn.Module, module), held, number))
-        elif name in planned or _INTERFACE in vars(module):
-            experts = getattr(module, "num_experts", None)
+            continue
+        base = base_of(module)
+        if name in planned or _INTERFACE in vars(base):
+            inside.update(id(each) for each in module.modules())
+            experts = getattr(base, "num_experts", None)
             if not isinstance(experts, int):
-                raise ValueError(f"mesh.expert: {name}, a {type(module).__name__}, does not say its num_experts")
-            names = planned.get(name) or [key for key, _ in module.named_parameters()]
-            found.append(ExpertLayer(name, module, names, experts))
+                raise ValueError(f"mesh.expert: {name}, a {type(base).__name__}, does not say its num_experts")
+            names = planned.get(name) or [key for key, _ in base.named_parameters()]
+            found.append(ExpertLayer(name, base, names, experts, wrappers_of(module)))
     return found
 
 
@@ -250,11 +264,8 @@ def _planned(root: nn.Module) -> dict[str, list[str]]:
                 )
         names = [name for name, _ in model.named_modules() if _matches(name, plan, _DISPATCH)]
         for name in names:
-            stacked = [
-                key
-                for key, _ in model.get_submodule(name).named_parameters()
-                if _matches(f"{name}.{key}", plan, _STACKED)
-            ]
+            base = base_of(model.get_submodule(name))
+            stacked = [key for key, _ in base.named_parameters() if _matches(f"{name}.{key}", plan, _STACKED)]
             found[f"{prefix}{name}"] = stacked
     return found
 
