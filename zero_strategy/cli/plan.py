@@ -55,7 +55,7 @@ def planned_settings(options: argparse.Namespace) -> PlannedSettings:
     """
     config, deepspeed = _config(options.config)
     changes: dict[str, Any] = {"stage": options.stage, "gradient_reduction": options.gradient_reduction}
-    sizes = {"replicate": options.replicate, "tensor": options.tensor}
+    sizes = {"replicate": options.replicate, "tensor": options.tensor, "expert": options.expert}
     sizes = {key: value for key, value in sizes.items() if value is not None}
     changes = {key: value for key, value in changes.items() if value is not None}
     if sizes:
@@ -205,6 +205,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--ranks-per-host", type=int, metavar="N", help="default: all, but at most this host's GPUs, or 8")
     run.add_argument("--replicate", type=int, metavar="N", help="mesh.replicate: copies of the sharded state")
     run.add_argument("--tensor", type=int, metavar="N", help="mesh.tensor: ranks that divide each layer")
+    run.add_argument("--expert", type=int, metavar="N", help="mesh.expert: ranks that divide the experts of each layer")
     run.add_argument("--gradient-reduction", choices=("per_step", "per_micro_batch"), help="default: by stage")
     run.add_argument(
         "--link", type=_gigabits, metavar="GBIT", help="measured speed between ranks: the quicker gather after a step"

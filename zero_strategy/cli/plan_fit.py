@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_strategy.offload.chunk_store import PAGE_BYTES
-from zero_strategy.planning.buckets import TIER_ORDER, Offload, facts_of, placement_of, staying, staying_bytes, stop_of
+from zero_strategy.planning.buckets import (
+    TIER_ORDER,
+    BucketFacts,
+    Offload,
+    facts_of,
+    placement_of,
+    staying,
+    staying_bytes,
+    stop_of,
+)
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import TIERS, Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
@@ -63,7 +72,7 @@ def moved_bytes(plan: MemoryPlan, rank: int = 0) -> int:
             left = numel - stop_of(offload.cuts(numel), here.weights)
             total += left * bucket.dtype.itemsize * (4 if bucket.trainable else 2)
         if gradients_in_files and bucket.trainable:
-            start, stop = bucket.owned(placement, rank % plan.resolved.shard)
+            start, stop = bucket.owned(placement, rank)
             cuts = offload.cuts(stop - start)
             left = stop - start - (stop_of(cuts, cuts.heads + here.gradients))
             total += 2 * left * bucket.gradient_dtype.itemsize
@@ -224,20 +233,32 @@ _CODE_SECONDS, _APPLY_SECONDS = 5e-9, 4e-9
 def gather_advice(plan: MemoryPlan, gigabits: float) -> str:
     """The quicker setting of `communication.parameters` on a link of so many Gbit/s; "" where there is no choice.
 
-    A rank's slice goes to the other ranks over the link, at stages 1 and 2 in low precision.
+    A rank's slices go to the other ranks over the link, at stages 1 and 2 in low precision. Those of experts that ranks
+    divide go to the ranks that have the same ones, as values in any case.
     """
     config, ranks = plan.resolved.config, plan.resolved.config.mesh.shard or plan.resolved.world_size
     itemsize = plan.compute_dtype.itemsize if plan.compute_dtype is not None else 4
     if config.stage not in (1, 2) or ranks == 1 or itemsize > 2:
         return ""
-    elements, others = plan.model.trainable, plan.model.trainable * (ranks - 1) / ranks
-    values = others * itemsize * 8 / (gigabits * 1e9)
-    delta = _CHANGED_BYTES * values + elements / ranks * _CODE_SECONDS + others * _APPLY_SECONDS
+    units = facts_of(plan.model, plan.resolved, plan.compute_dtype)
+    trained = [bucket for unit in units for bucket in unit if bucket.trainable]
+    experts = [bucket for bucket in trained if bucket.neighbours > 1]
+    plain = _sent_seconds(experts, itemsize, gigabits)
+    own = sum(bucket.elements / bucket.layout.world_size for bucket in trained if bucket.neighbours == 1)
+    others = own * (plan.resolved.shard - 1)
+    values = _sent_seconds(trained, itemsize, gigabits)
+    delta = plain + _CHANGED_BYTES * (values - plain) + own * _CODE_SECONDS + others * _APPLY_SECONDS
     better = "delta" if delta < values else "values"
     return (
         f"communication.parameters: {better} is quicker on {gigabits:g} Gbit/s: after a step values take about "
         f"{values:.2g} s, coded changes {delta:.2g} s (at learning rates of fine-tuning)"
     )
+
+
+def _sent_seconds(buckets: Iterable[BucketFacts], itemsize: int, gigabits: float) -> float:
+    """Time in which the other ranks' slices of buckets come over a link, as values."""
+    elements = sum(bucket.elements * (1 - 1 / bucket.layout.world_size) for bucket in buckets)
+    return elements * itemsize * 8 / (gigabits * 1e9)
 
 
 def _stages(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
@@ -281,9 +302,9 @@ def _more_ranks(plan: MemoryPlan, budget: Budget) -> Iterator[Change]:
 
 def _with_ranks(plan: MemoryPlan, counts: list[tuple[int, int]]) -> Iterator[Change]:
     """Numbers of ranks and of ranks per host; each with the present stage and with those above it."""
-    now, replicate = plan.resolved.config.stage, plan.resolved.config.mesh.replicate
+    now, mesh = plan.resolved.config.stage, plan.resolved.config.mesh
     for count, per_host in counts:
-        if count % (replicate * plan.ways) == 0:
+        if count % (mesh.replicate * plan.ways * mesh.expert) == 0:
             for stage in range(now, 4):
                 settings: dict[str, object] = {} if stage == now else {"stage": stage}
                 changed = plan.changed(world_size=count, ranks_per_host=per_host, settings=settings)

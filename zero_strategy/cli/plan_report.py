@@ -31,7 +31,12 @@ def report(
         "settings": {
             "stage": config.stage,
             "world_size": plan.resolved.world_size,
-            "mesh": {"replicate": config.mesh.replicate, "shard": config.mesh.shard, "tensor": plan.ways},
+            "mesh": {
+                "replicate": config.mesh.replicate,
+                "shard": config.mesh.shard,
+                "tensor": plan.ways,
+                "expert": config.mesh.expert,
+            },
             "ranks_per_host": plan.ranks_per_host,
             "compute_dtype": _dtype(plan),
             "accumulation": plan.accumulation,
@@ -93,7 +98,8 @@ def report_text(plan: MemoryPlan, found: dict[str, Any], machine: Machine, by: t
 def _ranks(settings: dict[str, Any]) -> str:
     mesh, text = settings["mesh"], f"{settings['world_size']}, {settings['ranks_per_host']} per host"
     text += "" if mesh["replicate"] == 1 else f", {mesh['replicate']} replicas of {mesh['shard']}"
-    return text + ("" if mesh["tensor"] == 1 else f", each layer divided among {mesh['tensor']}")
+    text += "" if mesh["tensor"] == 1 else f", each layer divided among {mesh['tensor']}"
+    return text + ("" if mesh["expert"] == 1 else f", experts divided among {mesh['expert']}")
 
 
 def _verdict(found: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ only, along its first dimension; ranks that hold the same ones share its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,58 @@ from zero_strategy.fsdp.dtensor import TensorPart, is_dtensor, part_of
 
 if TYPE_CHECKING:
     from zero_strategy.fsdp.param_bucket import ParameterBucket
+
+
+class NamedExperts(Protocol):
+    """A layer of experts: the name of its module, and how many it has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def experts(self) -> int: ...
+
+
+def setting_of(config: ZeroConfig) -> str:
+    """The setting and its origin, such as "mesh.expert is 2 [config.yaml]"."""
+    return f"mesh.expert is {config.mesh.expert} [{config.origin_of('mesh.expert')}]"
+
+
+def check_divisible(
+    layers: Sequence[NamedExperts],
+    config: ZeroConfig,
+    owner: str,
+    *,
+    by_tensor: Collection[str] = (),
+    elsewhere: bool = False,
+) -> None:
+    """Raise if ranks cannot divide the experts of a model.
+
+    Args:
+        layers: Its layers of experts.
+        config: Its `mesh.expert` says among how many ranks.
+        owner: Name of the model.
+        by_tensor: Names of layers whose experts `mesh.tensor` divides.
+        elsewhere: Another stage of a pipeline has layers, or may have some: here there need not be any.
+
+    Raises:
+        ValueError: If there are no layers, or ranks do not or must not divide them; names the layer and the setting.
+    """
+    setting = setting_of(config)
+    if not layers and not elsewhere:
+        raise ValueError(
+            f"{setting}, and {owner} has no layer of experts that says so: a Hugging Face model with an "
+            "ep_plan, or modules with the three methods of zero_strategy.experts.DivisibleExperts. Leave "
+            "mesh.expert at 1"
+        )
+    if config.units.may_skip:
+        raise ValueError(
+            f"{setting}, and units.may_skip lets ranks skip layers, whose experts others ask: leave one out"
+        )
+    for layer in layers:
+        if layer.experts % config.mesh.expert:
+            raise ValueError(f"{setting}, which does not divide the {layer.experts} experts of {layer.name}")
+        if layer.name in by_tensor:
+            raise ValueError(f"{setting}, and mesh.tensor divides experts of {layer.name}, too: leave one out")
 
 
 class DividedExperts:
@@ -56,28 +108,12 @@ class DividedExperts:
         """
         if self.group.size == 1:
             return
-        setting = f"mesh.expert is {self.group.size} [{config.origin_of('mesh.expert')}]"
         # Of a pipeline's stages some may have none.
         ranks = self._mesh.world_group.control
-        counts = (
-            ranks.all_gather_objects(len(self.layers)) if ranks.size > self._mesh.world_size else [len(self.layers)]
-        )
-        if not any(counts):
-            raise ValueError(
-                f"{setting}, and {type(self._module).__name__} has no layer of experts that says so: a Hugging "
-                "Face model with an ep_plan, or modules with the three methods of "
-                "zero_strategy.experts.DivisibleExperts. Leave mesh.expert at 1"
-            )
-        if config.units.may_skip:
-            raise ValueError(
-                f"{setting}, and units.may_skip lets ranks skip layers, whose experts others ask: leave one out"
-            )
-        for layer in self.layers:
-            if layer.experts % self.group.size:
-                raise ValueError(f"{setting}, which does not divide the {layer.experts} experts of {layer.name}")
-            for parameter in layer.parameters:
-                if is_dtensor(parameter):
-                    raise ValueError(f"{setting}, and mesh.tensor divides experts of {layer.name}, too: leave one out")
+        counts = [0] if ranks.size == self._mesh.world_size else ranks.all_gather_objects(len(self.layers))
+        by_tensor = [layer.name for layer in self.layers if any(map(is_dtensor, layer.parameters))]
+        owner = type(self._module).__name__
+        check_divisible(self.layers, config, owner, by_tensor=by_tensor, elsewhere=any(counts))
         for layer in self.layers:
             held = self.group.held(layer.experts)
             for parameter in layer.parameters:

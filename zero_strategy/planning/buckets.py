@@ -29,6 +29,7 @@ from zero_strategy.fsdp.layout import (
     gradient_dtypes,
     group_parameters,
     lies_apart,
+    placement_for,
     wants_master,
 )
 from zero_strategy.fsdp.state_bits import block_of, is_coded, may_be_coded
@@ -148,6 +149,8 @@ class BucketFacts:
         gathered_as: `communication.parameters`, if it is gathered as its layers cast it; else "".
         handed: Bytes of the largest gradient that autograd hands over; of a tied one, two and their
             sum, all at once.
+        neighbours: Data-parallel ranks side by side that have the same slice, each of other experts; 1: they have
+            slices of their own.
     """
 
     owner: Owner
@@ -160,6 +163,7 @@ class BucketFacts:
     handed: int
     state_bits: tuple[int, ...]
     gathered_as: str
+    neighbours: int = 1
 
     @property
     def gathered_itemsize(self) -> int:
@@ -185,9 +189,17 @@ class BucketFacts:
         """Bytes of a buffer of full gradients; 0 if it takes none."""
         return self.layout.numel * self.gradient_dtype.itemsize if self.trainable else 0
 
-    def owned(self, placement: Placement, shard_rank: int) -> tuple[int, int]:
-        """First and one-past-last element whose optimizer state a rank holds."""
-        return self.layout.slice_bounds(shard_rank) if placement.shard_optimizer else (0, self.layout.numel)
+    def slice_of(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last element of the slice of a data-parallel rank."""
+        return self.layout.slice_bounds(rank // self.neighbours % self.layout.world_size)
+
+    def owned(self, placement: Placement, rank: int) -> tuple[int, int]:
+        """First and one-past-last element whose optimizer state a data-parallel rank holds."""
+        return self.slice_of(rank) if placement.shard_optimizer else (0, self.layout.numel)
+
+    def placement(self, config: ZeroConfig, tier: str) -> Placement:
+        """The row of the stage, and whether the own slice is in place; `tier`: of slices of parameters."""
+        return placement_for(config, self.layout.world_size, tier)
 
     def keeps_full(self, config: ZeroConfig, accumulation: int) -> bool:
         """True if a buffer of full gradients stays from step to step, as in a `GradientBucket`."""
@@ -200,18 +212,22 @@ Units = Sequence[Sequence[BucketFacts]]
 
 
 def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.dtype | None) -> Units:
-    """The buckets that an engine would make of a model; of layers that ranks divide, of the largest part."""
-    model = model.of_tensor_rank(resolved.config.mesh.tensor or 1)
+    """The buckets that an engine would make of a model; of layers that ranks divide, of the largest part.
+
+    Raises:
+        ValueError: If it is not known which layers are divided, or ranks cannot divide their experts.
+    """
+    model = model.of_tensor_rank(resolved.config.mesh.tensor or 1).of_expert_rank(resolved.config)
     replicas, packed = resolved.config.mesh.replicate, bool(resolved.config.matrix_optimizers)
 
     # A rank alone gathers nothing, and autocast leaves 16 bits as they are.
     form = resolved.config.communication.parameters
     casts = resolved.shard > 1 and (form != "autocast" or compute_dtype in (None, torch.float32))
 
-    def kind_in(unit: str) -> Callable[[str, ParameterShape], tuple[bool, bool]]:
-        def kind(name: str, shape: ParameterShape) -> tuple[bool, bool]:
+    def kind_in(unit: str) -> Callable[[str, ParameterShape], tuple[bool, bool, int]]:
+        def kind(name: str, shape: ParameterShape) -> tuple[bool, bool, int]:
             of_steps = lies_apart(resolved.config, unit, name, shape.shape, shape.requires_grad)
-            return of_steps, casts and shape.cast_as == form
+            return of_steps, casts and shape.cast_as == form, shape.expert_ranks
 
         return kind
 
@@ -220,7 +236,7 @@ def facts_of(model: ModelShape, resolved: ResolvedConfig, compute_dtype: torch.d
             _facts(
                 unit.name, number, dtype, of_steps and packed, tuple(named), resolved, replicas, form if cast else ""
             )
-            for dtype, (of_steps, cast), named in group_parameters(
+            for dtype, (of_steps, cast, _), named in group_parameters(
                 unit.parameters, compute_dtype, apart=kind_in(unit.name), kept=lambda shape: shape.keeps_dtype
             )
         ]
@@ -239,10 +255,11 @@ def _facts(
     gathered_as: str,
 ) -> BucketFacts:
     precision = resolved.config.precision
-    trainable = named[0][1].requires_grad
+    trainable, neighbours = named[0][1].requires_grad, named[0][1].expert_ranks
     shapes = [(name, shape.shape) for name, shape in named]
     block = block_of(resolved.config)
-    layout = build_layout(shapes, dtype.itemsize, resolved.shard, replicas, whole=whole, turn=turn, block=block)
+    slices = resolved.shard // neighbours
+    layout = build_layout(shapes, dtype.itemsize, slices, replicas, whole=whole, turn=turn, block=block)
     owner = Owner(unit, tuple(segment.name for segment in layout.segments))
     master = trainable and wants_master(dtype, precision)
     handed = max((3 if shape.tied else 1) * shape.numel * dtype.itemsize for _, shape in named) if trainable else 0
@@ -251,7 +268,7 @@ def _facts(
         for segment in layout.segments
     ]
     dtypes = gradient_dtypes(dtype, precision)
-    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits), gathered_as)
+    return BucketFacts(owner, dtype, trainable, layout, *dtypes, master, handed, tuple(bits), gathered_as, neighbours)
 
 
 def placement_of(resolved: ResolvedConfig) -> Placement:
@@ -314,27 +331,28 @@ def _weights_costs(bucket: BucketFacts, offload: Offload) -> list[int]:
 T = TypeVar("T")
 
 
-def peaks_of(
-    units: Units, config: ZeroConfig, placement: Placement, device_type: str, accumulation: int
-) -> Iterator[Entry]:
+def peaks_of(units: Units, config: ZeroConfig, tier: str, device_type: str, accumulation: int) -> Iterator[Entry]:
     """The peaks of a training step on the device, activations left out.
 
     Args:
         units: Buckets by unit, the root first.
         config: A resolved config.
-        placement: What is divided, and whether it stays in place.
+        tier: Of slices of parameters.
         device_type: "cpu" or "cuda".
         accumulation: Micro-batches of a step.
     """
-    if placement.shard_parameters and not placement.in_place:
-        yield _gathered(units, config, device_type)
+    if PLACEMENTS[config.stage].shard_parameters:
+        yield _gathered(units, config, tier, device_type)
     yield from _in_flight(units, config, device_type, accumulation)
     largest = max((bucket.handed for unit in units for bucket in unit), default=0)  # until it is added to the bucket
     yield Entry("gradient buckets", "device", Owner("autograd"), largest, allocated(largest, device_type), peak=True)
 
 
-def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
-    """The root, and the unit in use with those fetched ahead of it; all, if they stay until backward."""
+def _gathered(units: Units, config: ZeroConfig, tier: str, device_type: str) -> Entry:
+    """The root, and the unit in use with those fetched ahead of it; all, if they stay until backward.
+
+    Buckets that are in place take no memory when they are gathered.
+    """
 
     def asked(buckets: Sequence[BucketFacts]) -> int:
         return sum(bucket.elements * bucket.gathered_itemsize for bucket in buckets)
@@ -345,6 +363,7 @@ def _gathered(units: Units, config: ZeroConfig, device_type: str) -> Entry:
     releases = config.reshard_after_forward and config.reshard_after_backward  # the latter where they are offloaded
     width = 1 + config.prefetch if releases else len(units)
     stay = held_whole([taken(unit) for unit in units], config.pipeline)
+    units = [[bucket for bucket in unit if not bucket.placement(config, tier).in_place] for unit in units]
     others = [unit for number, unit in enumerate(units) if number and number not in stay]
     window = max(windows(others, width), key=lambda found: sum(map(taken, found)), default=[])
     held = [units[number] for number in sorted({0, *stay})]
@@ -373,19 +392,19 @@ def held_whole(sizes: Sequence[int], pipeline: PipelineConfig) -> list[int]:
 
 def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation: int) -> Iterator[Entry]:
     """Buffers of local gradients that live as long as their reduction, and copies in the dtype of the sum."""
-    trained = [[bucket for bucket in unit if bucket.trainable] for unit in units]
-    root, others = trained[0], [bucket for unit in trained[1:] for bucket in unit]
-    if all(bucket.keeps_full(config, accumulation) for bucket in (*root, *others)):  # of one config all do, or none
-        filling: list[BucketFacts] = []
-        sending = [*root, *others]
-    else:
-        filled = windows(others, MAX_IN_FLIGHT + 1)
-        filling = [*root, *max(filled, key=lambda found: sum(b.gradient_bytes for b in found), default=[])]
-        sent = windows([*root, *others], MAX_IN_FLIGHT)
-        sending = list(max(sent, key=lambda found: sum(map(_copy_bytes, found)), default=[]))
+    trained = [bucket for unit in units for bucket in unit if bucket.trainable]
+    # Without experts that ranks divide all of a config are kept, or none.
+    kept = [bucket for bucket in trained if bucket.keeps_full(config, accumulation)]
+    passing = [[b for b in unit if b.trainable and not b.keeps_full(config, accumulation)] for unit in units]
+    root, others = passing[0], [unit for unit in passing[:0:-1] if unit]  # in the order of a backward
+    filled = [[*_leaving(others, number), *unit] for number, unit in enumerate(others)]
+    filling = [*root, *max(filled, key=lambda found: sum(b.gradient_bytes for b in found), default=[])]
+    sent = windows([*(bucket for unit in others for bucket in unit), *root], MAX_IN_FLIGHT)
+    sending = [*kept, *max(sent, key=lambda found: sum(map(_copy_bytes, found)), default=[])]
     if PLACEMENTS[config.stage].shard_optimizer:  # else they are shown as they are
-        waiting = sum(most_waiting(bucket.gradient_bytes) for bucket in root)
-        waiting += max((most_waiting(bucket.gradient_bytes) for bucket in others), default=0)
+        first = [bucket for bucket in units[0] if bucket.trainable]
+        waiting = sum(most_waiting(bucket.gradient_bytes) for bucket in first)
+        waiting += max((most_waiting(b.gradient_bytes) for b in trained[len(first) :]), default=0)
         yield Entry("gradient buckets", "device", Owner("small gradients"), waiting, waiting, peak=True)
     asked = sum(bucket.elements * bucket.gradient_dtype.itemsize for bucket in filling)
     taken = sum(allocated(bucket.gradient_bytes, device_type) for bucket in filling)
@@ -393,6 +412,12 @@ def _in_flight(units: Units, config: ZeroConfig, device_type: str, accumulation:
     asked = sum(bucket.elements * bucket.reduce_dtype.itemsize for bucket in sending if _copy_bytes(bucket))
     taken = sum(allocated(_copy_bytes(bucket), device_type) for bucket in sending)
     yield Entry("gradient buckets", "device", Owner("reduction copies"), asked, taken, peak=True)
+
+
+def _leaving(units: Units, number: int) -> Sequence[BucketFacts]:
+    """Buckets on their way to other ranks when a backward comes to a unit, all units being in its order."""
+    before = units[max(0, number - MAX_IN_FLIGHT) : number]  # of which each has one or more
+    return [bucket for unit in before for bucket in unit][-MAX_IN_FLIGHT:]
 
 
 def _copy_bytes(bucket: BucketFacts) -> int:

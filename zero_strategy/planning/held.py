@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 EXCHANGES = ("gather", "reduce", "replicate")
 """The groups of a mesh that carry whole buckets."""
+EXPERT_EXCHANGES = ("expert_gather", "expert_reduce")
+"""Those that do where ranks divide experts; else they are the first two."""
 
 
 class Snapshots(Protocol):
@@ -124,7 +126,7 @@ def ledger_of(engine: LedgeredEngine) -> Ledger:
         ledger.add(Entry("buffers", tier_of(buffer, device), Owner(name), nbytes, taken))
     for name, average in ({} if engine.average is None else engine.average.held_buffers()).items():
         ledger.add_tensor("averages", tier_of(average, device), Owner(name), average, average.nbytes)
-    for name in EXCHANGES:
+    for name in (*EXCHANGES, *(EXPERT_EXCHANGES if engine.mesh.expert.size > 1 else ())):
         kept = getattr(engine.mesh, name).buffer_bytes
         ledger.add(Entry("communication", tier_on_host(device), Owner(name), kept, kept))
     measured = engine.mesh.communicator_bytes

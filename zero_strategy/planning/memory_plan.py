@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_strategy.comm.shared_memory import LEAST_BYTES, used_bytes
+from zero_strategy.comm.shared_memory import LEAST_BYTES, SLOT_BYTES, used_bytes
 from zero_strategy.config import ActivationCheckpointingConfig, ResolvedConfig, ZeroConfig, resolve
-from zero_strategy.fsdp.layout import Piece, placement_for, round_up
+from zero_strategy.fsdp.layout import Piece, round_up
 from zero_strategy.fsdp.tensor_plan import check_heads, models_with_plans
 from zero_strategy.offload.chunk_store import TRANSFER_SLOTS
 from zero_strategy.offload.stores import SLOTS
@@ -108,7 +108,8 @@ class MemoryPlan:
             )
         self.offload.check_stage(self.resolved.config.stage)
         check_bits(self.optimizer, self.resolved.config.optimizer.state_bits)
-        self.model.of_tensor_rank(self.ways)  # raises where nobody knows what is divided
+        # Raise where nobody knows what is divided, or it cannot be.
+        self.model.of_tensor_rank(self.ways).of_expert_rank(self.resolved.config)
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}; accepted: 1 or more")
         if not 1 <= self.ranks_per_host <= self.resolved.world_size:
@@ -159,7 +160,7 @@ class MemoryPlan:
         shard, stays = self.resolved.shard, staying(units, self.resolved, self.offload)
         for unit in units:
             for bucket in unit:
-                for entry in _BucketEntries(self, bucket, rank % shard, stays[id(bucket)]).entries():
+                for entry in _BucketEntries(self, bucket, rank, stays[id(bucket)]).entries():
                     ledger.add(entry)
         for name, buffer in self.model.buffers.items():
             nbytes = self._buffer_bytes(buffer)
@@ -172,8 +173,8 @@ class MemoryPlan:
             ledger.add(entry)
         if self.snapshots and rank < shard:  # the first replica writes for all
             ledger.add(self._snapshot_in_files(units, rank) if self.offload.in_files else self._snapshot(units, rank))
-        placement = placement_for(self.resolved.config, shard, self.offload.parameters)
-        for entry in peaks_of(units, self.resolved.config, placement, self.device_type, self.accumulation):
+        config, tier = self.resolved.config, self.offload.parameters
+        for entry in peaks_of(units, config, tier, self.device_type, self.accumulation):
             ledger.add(entry)
         for entry in self._sums_going_down(units, rank):
             ledger.add(entry)
@@ -240,38 +241,62 @@ class MemoryPlan:
     def _allocated(self, nbytes: int) -> int:
         return allocated(nbytes, self.device_type)
 
+    @property
+    def _nccl_groups(self) -> int:
+        """Groups of ranks that this one is in, for which NCCL makes communicators."""
+        mesh, shard = self.resolved.config.mesh, self.resolved.shard
+        groups = 2 * (shard > 1) + (mesh.replicate > 1) + (mesh.sequence > 1)
+        if mesh.expert > 1:  # those that divide experts, and those that have the same ones
+            groups += 1 + 2 * (shard > mesh.expert)
+        # The norm of a clip goes among these, too.
+        return groups + ((mesh.tensor or 1) > 1) + (self.resolved.config.pipeline.stages > 1)
+
     def _exchange_buffers(self, units: Units, rank: int) -> Iterator[Entry]:
         """On gloo: memory shared with the host's other ranks, or a buffer for the slice of every other rank."""
-        shard, replicas = self.resolved.shard, self.resolved.config.mesh.replicate
         if self.device_type != "cpu":
-            config = self.resolved.config
-            groups = 2 * (shard > 1) + (replicas > 1) + (config.mesh.sequence > 1)
-            # The norm of a clip goes among these, too.
-            groups += ((config.mesh.tensor or 1) > 1) + (config.pipeline.stages > 1)
-            nbytes = groups * self.communicator_bytes
+            nbytes = self._nccl_groups * self.communicator_bytes
             yield Entry("communication", "device", COMMUNICATORS, nbytes, nbytes)
             return
-        placement, buckets = placement_of(self.resolved), [bucket for unit in units for bucket in unit]
-        reduced = [b.layout.slice_numel * b.reduce_dtype.itemsize for b in buckets if b.trainable]
-        gathered = [
-            b.layout.slice_numel * b.dtype.itemsize
-            for b in buckets
-            if placement.shard_optimizer and (b.trainable or placement.shard_parameters)
-        ]
+        shard, mesh = self.resolved.shard, self.resolved.config.mesh
+        buckets = [bucket for unit in units for bucket in unit]
+        dense, divided = ([b for b in buckets if (b.neighbours > 1) == of_experts] for of_experts in (False, True))
         first = rank - rank % shard
+        row, column = range(first, first + shard), range(rank % shard, shard * mesh.replicate, shard)
+        # Those of a row that have the same experts as this rank.
+        alike = range(first + rank % mesh.expert, first + shard, mesh.expert)
         for name, ranks, gathers, messages in (
-            ("gather", range(first, first + shard), True, gathered),
-            ("reduce", range(first, first + shard), False, reduced),
-            ("replicate", range(rank % shard, shard * replicas, shard), False, [each // replicas for each in reduced]),
+            ("gather", row, True, self._gathered_messages(dense)),
+            ("reduce", row, False, _reduced_messages(dense)),
+            ("replicate", column, False, [each // mesh.replicate for each in _reduced_messages(buckets)]),
+            ("expert_gather", alike, True, self._gathered_messages(divided)),
+            ("expert_reduce", alike, False, _reduced_messages(divided)),
         ):
             size = len(ranks)
-            together = len({rank * self.ways // self.ranks_per_host for rank in ranks}) == 1
+            together = self._on_one_host(ranks)
             shared = [each for each in messages if together and each >= LEAST_BYTES]
             sent = [each for each in messages if each not in shared]
             kept = 0 if size == 1 else used_bytes(max(shared, default=0), 1 if gathers else size - 1)
             if size > 1 and not gathers:
                 kept += (size - 1) * max(sent, default=0)
             yield Entry("communication", "device", Owner(name), kept, kept)
+        neighbours = range(rank - rank % mesh.expert, rank - rank % mesh.expert + mesh.expert)
+        if mesh.expert > 1 and self._on_one_host(neighbours):
+            # A bound, for as many tokens travel as a router says.
+            kept = used_bytes(SLOT_BYTES, mesh.expert - 1)
+            yield Entry("communication", "device", Owner("tokens for experts"), kept, kept, peak=True)
+
+    def _on_one_host(self, ranks: Iterable[int]) -> bool:
+        """True if data-parallel ranks share the memory of a host."""
+        return len({rank * self.ways // self.ranks_per_host for rank in ranks}) == 1
+
+    def _gathered_messages(self, buckets: Iterable[BucketFacts]) -> list[int]:
+        """Bytes that a rank sends to each other one for gathers of buckets, of those that are gathered."""
+        placement = placement_of(self.resolved)
+        return [
+            bucket.layout.slice_numel * bucket.dtype.itemsize
+            for bucket in buckets
+            if placement.shard_optimizer and (bucket.trainable or placement.shard_parameters)
+        ]
 
     def _staging(self, units: Units, rank: int) -> Iterator[Entry]:
         """Memory of a step on state in files: for every vector in files, a chunk in each slot that is used."""
@@ -280,7 +305,7 @@ class MemoryPlan:
         placement, in_files = placement_of(self.resolved), self.offload.optimizer == "nvme"
         stays = staying(units, self.resolved, self.offload)
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
-            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            start, stop = bucket.owned(placement, rank)
             moment = self.moment_itemsize(bucket, 0)  # in a tier all of a bucket are alike
             form = "codes" if self.is_coded(bucket, 0) else "moment"  # under keys, and so in memory, of their own
             keys = {f"{form} {index}": moment for index in range(self.optimizer.moments) if in_files}
@@ -312,7 +337,7 @@ class MemoryPlan:
         placement, down, up = placement_of(self.resolved), 0, 0
         gradients = self.offload.gradient_tier(self.resolved.gradient_reduction) == "none"
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
-            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            start, stop = bucket.owned(placement, rank)
             cuts, edges = self.offload.cuts(stop - start), 64 * len(bucket.layout.segments)
             most = min(cuts.size, cuts.numel - cuts.head)
             weights = (most * bucket.dtype.itemsize + edges) * (self.offload.parameters == "none" and most > 0)
@@ -326,7 +351,7 @@ class MemoryPlan:
             return
         placement, asked, taken = placement_of(self.resolved), 0, 0
         for bucket in (bucket for unit in units for bucket in unit if bucket.trainable):
-            start, stop = bucket.owned(placement, rank % self.resolved.shard)
+            start, stop = bucket.owned(placement, rank)
             sizes = [(stop - start) * bucket.gradient_dtype.itemsize]
             if self.accumulation > 1:
                 sizes.append((stop - start) * bucket.reduce_dtype.itemsize)
@@ -336,7 +361,7 @@ class MemoryPlan:
     def _transfers(self, units: Units, rank: int) -> int:
         """Memory through which whole vectors in files pass: slices to be gathered, and reduced gradients."""
         weights, gradients = dict[int, int](), dict[int, int]()
-        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        placement = placement_of(self.resolved)
         in_files = self.offload.gradient_tier(self.resolved.gradient_reduction) == "nvme"
         stays = staying(units, self.resolved, self.offload)
         for bucket in (bucket for unit in units for bucket in unit):
@@ -344,7 +369,7 @@ class MemoryPlan:
             if self.offload.parameters == "nvme":
                 _fill_slots(weights, range(len(cuts.chunks) - here.weights), cuts.size * bucket.dtype.itemsize)
             if in_files and bucket.trainable:
-                start, stop = bucket.owned(placement, shard_rank)
+                start, stop = bucket.owned(placement, rank)
                 cuts = self.offload.cuts(stop - start)
                 used = range(cuts.heads + here.gradients, len(cuts.chunks))
                 _fill_slots(gradients, used, cuts.size * bucket.gradient_dtype.itemsize)
@@ -359,7 +384,7 @@ class MemoryPlan:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
         asked = pieces = 0
         for bucket in self._saved(units):
-            found = bucket.layout.pieces(*bucket.layout.slice_bounds(rank % self.resolved.shard))
+            found = bucket.layout.pieces(*bucket.slice_of(rank))
             elements = sum(piece.numel for piece in found)
             tensors, itemsizes = 1, bucket.dtype.itemsize
             if bucket.trainable:
@@ -384,10 +409,10 @@ class MemoryPlan:
     def _snapshot_in_files(self, units: Units, rank: int) -> Entry:
         """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""
         sizes: list[int] = []
-        placement, shard_rank = placement_of(self.resolved), rank % self.resolved.shard
+        placement = placement_of(self.resolved)
         for bucket in self._saved(units):
-            bounds = bucket.layout.slice_bounds(shard_rank)
-            pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, shard_rank)
+            bounds = bucket.slice_of(rank)
+            pieces, owned = bucket.layout.pieces(*bounds), bucket.owned(placement, rank)
             moment = self.moment_itemsize(bucket, 0)
             sizes += self.optimizer.moments * self.scale_bytes(bucket, pieces if bucket.trainable else ())
             averages = [self.optimizer.average_bytes(bucket.updated_dtype)] * self.optimizer.average
@@ -409,6 +434,11 @@ class MemoryPlan:
         return Entry("snapshot", "nvme", Owner("checkpoint"), sum(sizes), sum(round_up(each, BLOCK) for each in sizes))
 
 
+def _reduced_messages(buckets: Iterable[BucketFacts]) -> list[int]:
+    """Bytes that a rank sends to each other one for reductions of buckets, of those that are trained."""
+    return [bucket.layout.slice_numel * bucket.reduce_dtype.itemsize for bucket in buckets if bucket.trainable]
+
+
 def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> None:
     """Account for a pass over chunks that takes memory at these turns."""
     for turn in turns:
@@ -419,11 +449,11 @@ def _fill_slots(slots: dict[int, int], turns: Iterable[int], nbytes: int) -> Non
 class _BucketEntries:
     """Memory that one rank holds of one bucket from step to step."""
 
-    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, shard_rank: int, stays: Staying) -> None:
+    def __init__(self, plan: MemoryPlan, bucket: BucketFacts, rank: int, stays: Staying) -> None:
         self.plan, self.bucket, self.stays = plan, bucket, stays
-        self.placement = placement_for(plan.resolved.config, plan.resolved.shard, plan.offload.parameters)
-        self.slice = bucket.layout.slice_bounds(shard_rank)
-        self.owned = bucket.owned(self.placement, shard_rank)
+        self.placement = bucket.placement(plan.resolved.config, plan.offload.parameters)
+        self.slice = bucket.slice_of(rank)
+        self.owned = bucket.owned(self.placement, rank)
 
     def entries(self) -> Iterator[Entry]:
         """All entries of the bucket."""

@@ -14,15 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, UnitsConfig
+from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig, UnitsConfig, ZeroConfig
+from zero_strategy.experts.layers import ExpertCalls, find_layers
 from zero_strategy.fsdp.autocast_gather import weights_cast_by_autocast
-from zero_strategy.fsdp.dtensor import held_by, tensor_ranks
+from zero_strategy.fsdp.divided_experts import check_divisible, setting_of
+from zero_strategy.fsdp.dtensor import held_by, is_dtensor, tensor_ranks
 from zero_strategy.fsdp.layout import aliases, find_units
 from zero_strategy.fsdp.tensor_plan import divided_dimensions, models_with_plans, own_plan, styles_of
 from zero_strategy.quantized.float8 import weights_cast_whole
 from zero_strategy.quantized.foreseen import unpacked_numel, with_scales
 from zero_strategy.quantized.scales import keeps_dtype
-from zero_strategy.runtime.torch_private import non_persistent_buffers
+from zero_strategy.runtime.torch_private import forward_pre_hooks_of, non_persistent_buffers
 from zero_strategy.sequence.tiling import loss_tile
 
 _ANYWHERE = torch.device("cpu")
@@ -41,6 +43,7 @@ class ParameterShape:
         keeps_dtype: A computation in another dtype leaves it as it is: a quantised weight or a scale of one.
         unpacked: Elements of the weight that quantised values stand for; 0: they are its elements.
         cast_as: What `communication.parameters` has to be for it to be gathered as its layer casts it; "": no such.
+        expert_ranks: Ranks that divide the experts which it holds, `shape` being that of one rank; 1: none do.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +54,7 @@ class ParameterShape:
     keeps_dtype: bool = False
     unpacked: int = 0
     cast_as: str = ""
+    expert_ranks: int = 1
 
     @property
     def numel(self) -> int:
@@ -61,6 +65,19 @@ class ParameterShape:
     def meant(self) -> int:
         """Number of elements of the weight, if it is quantised, before; of its scales none."""
         return self.unpacked if self.keeps_dtype else self.numel
+
+
+class ExpertsShape(NamedTuple):
+    """A layer of experts."""
+
+    name: str
+    """Of its module."""
+    experts: int
+    """How many it has."""
+    parameters: tuple[str, ...]
+    """First names of those that hold them, one after the other along the first dimension."""
+    by_tensor: bool = False
+    """Whether they are `DTensor`s, which ranks of `mesh.tensor` divide."""
 
 
 class BufferShape(NamedTuple):
@@ -192,6 +209,8 @@ class ModelShape:
             tensor parallelism is known.
         ways: Ranks that divide layers already: shapes are of the largest part.
         undivided: Why ranks cannot divide its layers, where it has a plan of that; "": they can.
+        experts: Layers of experts.
+        unknown_experts: Why it is not known which layers are of experts; "": it is.
     """
 
     units: tuple[UnitShape, ...]
@@ -201,6 +220,8 @@ class ModelShape:
     divided: Mapping[str, int] = field(default_factory=dict)
     ways: int = 1
     undivided: str = ""
+    experts: tuple[ExpertsShape, ...] = ()
+    unknown_experts: str = ""
 
     @property
     def parameters(self) -> int:
@@ -224,10 +245,14 @@ class ModelShape:
         Parameters that are `DTensor`s have the shapes of this rank's parts.
 
         Raises:
-            ValueError: If a class or pattern of `units` matches no module, or a parameter has no shape yet; names it.
+            ValueError: If a class or pattern of `units` matches no module, a parameter has no shape yet, or an engine
+                has divided the experts of a layer; names it.
         """
+        _check_whole_experts(module)
+        experts, unknown = _experts_of(module)
         with with_scales(module):
-            return cls._of(module, units or UnitsConfig(), title or type(module).__name__)
+            shape = cls._of(module, units or UnitsConfig(), title or type(module).__name__)
+        return replace(shape, experts=experts, unknown_experts=unknown)
 
     @classmethod
     def _of(cls, module: nn.Module, chosen: UnitsConfig, title: str) -> ModelShape:
@@ -284,6 +309,40 @@ class ModelShape:
         costs = None if self.costs is None else self.costs.of_tensor_rank(ways)
         return replace(self, units=units, costs=costs, ways=ways)
 
+    def of_expert_rank(self, config: ZeroConfig) -> ModelShape:
+        """The shapes of a rank that has some experts of each layer, as `mesh.expert` says.
+
+        Raises:
+            ValueError: If there are no layers of experts, or ranks do not divide them; names the layer and the setting.
+        """
+        ranks = config.mesh.expert
+        if ranks == 1:
+            return self
+        if self.costs is not None:
+            raise ValueError(
+                f"{setting_of(config)}, and plain numbers (--params) stand for a GPT without experts: plan a model "
+                "that has them (a factory, or a Hugging Face config.json), or leave mesh.expert at 1"
+            )
+        if self.unknown_experts:
+            raise ValueError(self.unknown_experts)
+        divided = set(self.divided) if self.ways > 1 else set[str]()
+        by_tensor = [each.name for each in self.experts if each.by_tensor or divided.intersection(each.parameters)]
+        piped = config.pipeline.stages > 1
+        check_divisible(self.experts, config, self.title, by_tensor=by_tensor, elsewhere=piped)
+        held = {name for each in self.experts for name in each.parameters}
+
+        def part(name: str, shape: ParameterShape) -> ParameterShape:
+            if name not in held:
+                return shape
+            experts, *rest = shape.shape
+            return replace(shape, shape=(experts // ranks, *rest), expert_ranks=ranks)
+
+        units = tuple(
+            replace(unit, parameters=tuple((name, part(name, shape)) for name, shape in unit.parameters))
+            for unit in self.units
+        )
+        return replace(self, units=units)
+
     def _part(self, name: str, shape: ParameterShape, ways: int) -> ParameterShape:
         if name not in self.divided:
             return shape
@@ -305,6 +364,34 @@ def _divided_by_plan(module: nn.Module) -> tuple[dict[str, int], str]:
         named = {f"{prefix}.{name}" if prefix else name: dim for name, dim in dims.items()}
         found.update({first.get(name, name): dim for name, dim in named.items()})
     return found, ""
+
+
+def _check_whole_experts(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if any(isinstance(hook, ExpertCalls) for hook in forward_pre_hooks_of(layer)):
+            raise ValueError(
+                f"ranks divide the experts of {name} already, so that its shapes are those of a part: plan the model "
+                "before its engine is made, or another one of the same shapes, built on the meta device"
+            )
+
+
+def _experts_of(module: nn.Module) -> tuple[tuple[ExpertsShape, ...], str]:
+    """Layers of experts, with the names that tied parameters have first; or why they are not known."""
+    try:
+        layers = find_layers(module)
+    except ValueError as error:  # of no concern to a plan in which nobody divides experts
+        return (), str(error)
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    made = (
+        ExpertsShape(
+            layer.name,
+            layer.experts,
+            tuple(first[id(parameter)] for parameter in layer.parameters),
+            any(map(is_dtensor, layer.parameters)),
+        )
+        for layer in layers
+    )
+    return tuple(made), ""
 
 
 def shape_of(parameter: nn.Parameter, *, tied: bool = False, cast_as: str = "") -> ParameterShape:
