@@ -55,7 +55,8 @@ class Backward:
         if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:
             self._in_flight.popleft().finish()
         bucket.launch()
-        self._in_flight.append(bucket)
+        if not bucket.keeps_whole:
+            self._in_flight.append(bucket)
 
     def leave_again(self, number: int, bucket: GradientBucket) -> None:
         """Start a second reduction for gradients that came after the bucket had left, or that another rank has."""

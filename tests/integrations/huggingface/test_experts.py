@@ -25,8 +25,9 @@ from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.huggingface.training import WORDS, rows, trainer_of
 from tests.integrations.lightning import trainers
 from tests.launcher import Launcher
+from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.transformers import from_pretrained
+from zero_strategy.integrations.transformers import divide_layers, divide_sequences, from_pretrained
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -304,6 +305,84 @@ def test_experts_under_the_trainer_of_lightning(ranks: Launcher, tmp_path: Path)
     for stage in (2, 3):
         found = ranks(2, timeout=120)(by_lightning, 2, stage, str(tmp_path / str(stage)))[0]
         assert furthest(found, wanted) < BOUND
+
+
+# ---- beside other ways to divide, and adapters ----
+
+
+def alone(model: Any, copies: int, steps: int = 3) -> dict[str, Tensor]:
+    """Weights of one process on the batches of so many ranks."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(steps):
+        for rank in range(copies):
+            batch = tokens(rank, step, 8)
+            (model(batch, labels=batch).loss / copies).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def divided(model: Any, config: dict[str, Any], copy: int, sequences: bool = False) -> dict[str, Tensor]:
+    """Weights of ranks; `copy` tells whose batches this one has."""
+    engine = ZeroEngine(model, config)
+    if sequences:
+        divide_sequences(engine)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine.attach(optimizer)
+    for step in range(3):
+        batch = tokens(copy, step, 8)
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = engine.full_state_dict()
+    engine.close()
+    return found
+
+
+def with_sequences() -> float:
+    found = divided(build("qwen3").double(), {"stage": 3, "mesh": {"sequence": 2, "expert": 2}}, 0, sequences=True)
+    return furthest(found, alone(build("qwen3").double(), 1))
+
+
+def with_tensors() -> float:
+    model = build("mixtral").double()
+    attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    plan = {f"model.layers.*.self_attn.{name}": style for name, style in attention.items()}
+    divide_layers(model, make_device_mesh("cpu", tensor=2)["tp"], plan)
+    config = {"stage": 3, "mesh": {"tensor": 2, "expert": 2}}
+    return furthest(divided(model, config, dist.get_rank() // 2), alone(build("mixtral").double(), 2))
+
+
+def test_experts_beside_divided_sequences_and_layers(ranks: Launcher) -> None:
+    assert max(ranks(2)(with_sequences)) < BOUND  # losses are float32
+    assert max(ranks(4)(with_tensors)) < 1e-12
+
+
+def adapted(kind: str) -> Any:
+    """Adapters of attention and of stacked experts, which change something from the start."""
+    from peft import LoraConfig, get_peft_model
+
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(build(kind).double(), LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks))
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def adapters(kind: str, stage: int) -> tuple[float, float]:
+    """Difference from one process, and how far adapters of experts have moved."""
+    found = divided(adapted(kind), {"stage": stage, "mesh": {"expert": 2}}, dist.get_rank())
+    first = {name: value for name, value in adapted(kind).state_dict().items() if "experts" in name and "lora" in name}
+    moved = min(furthest({name: found[name]}, {name: value}) for name, value in first.items())
+    return furthest(found, alone(adapted(kind), 2)), moved
+
+
+@pytest.mark.parametrize("kind, stage", [("mixtral", 3), ("gpt_oss", 1)])
+def test_adapters_of_experts(ranks: Launcher, kind: str, stage: int) -> None:
+    for difference, moved in ranks(2)(adapters, kind, stage):
+        assert difference < 1e-12 and moved > 1e-4
 
 
 # ---- reading and saving ----
