@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.distributed import DistributedConfig
 
 from tests.integrations.accelerate.training import fresh_state, make
 from tests.integrations.huggingface.training import WORDS, rows, trainer_of
@@ -237,8 +238,9 @@ def by_trainer(stage: int | None, zero: dict[str, Any], folder: str) -> dict[str
         dist.barrier()
         if stage is None:
             return dict(trainer.model.state_dict())
-        found = trainer.zero_engine.full_state_dict()
-        return dict(found)
+        trainer.save_model(f"{folder}/model")
+        dist.barrier()
+        return dict(trainer.zero_engine.full_state_dict())
 
 
 def test_experts_under_the_trainer_of_transformers(ranks: Launcher, tmp_path: Path) -> None:
@@ -248,6 +250,8 @@ def test_experts_under_the_trainer_of_transformers(ranks: Launcher, tmp_path: Pa
     for stage in (1, 3):
         found = ranks(2, timeout=120)(by_trainer, stage, {"mesh": {"expert": 2}}, str(tmp_path / str(stage)))[0]
         assert furthest(found, wanted) < BOUND
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / str(stage) / "model").state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in read.items())
 
 
 def by_accelerate(stage: int | None, zero: dict[str, Any]) -> dict[str, Tensor]:
@@ -407,3 +411,27 @@ def test_pretrained_experts_are_read_by_the_ranks_that_hold_them(ranks: Launcher
     found = ranks(2)(read_and_save, str(tmp_path / "given"), str(tmp_path / "saved"))[0]
     assert found["shape"][0] == 4
     assert all(torch.equal(value, found["weights"][name]) for name, value in wanted.items())
+
+
+def trained_by_transformers(folder: str) -> bool:
+    """True if what transformers' own expert parallelism saves is read with the same bits."""
+    if dist.get_rank() == 0:
+        build("mixtral").save_pretrained(f"{folder}/given")
+    dist.barrier()
+    asked = DistributedConfig(ep_size=2, fsdp_size=2)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/given", distributed_config=asked)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    batch = tokens(dist.get_rank(), 0)
+    theirs(batch, labels=batch).loss.backward()
+    optimizer.step()
+    theirs.save_pretrained(f"{folder}/saved")
+    dist.barrier()
+    wanted = AutoModelForCausalLM.from_pretrained(f"{folder}/saved").state_dict()
+    engine = ZeroEngine(from_pretrained(AutoModelForCausalLM, f"{folder}/saved"), {"stage": 3, "mesh": {"expert": 2}})
+    found = engine.full_state_dict()
+    engine.close()
+    return all(torch.equal(value, found[name]) for name, value in wanted.items())
+
+
+def test_what_transformers_own_expert_parallelism_saves_is_read(ranks: Launcher, tmp_path: Path) -> None:
+    assert all(ranks(2, timeout=120)(trained_by_transformers, str(tmp_path)))
