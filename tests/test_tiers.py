@@ -32,6 +32,10 @@ FEATURES = {
     "guides/deepspeed_scripts.md": [
         "compat/scripts/test_engine.py", "compat/deepspeed/test_pipe_rows.py", "activation/test_rng.py",
     ],
+    "guides/experts.md": [
+        "experts/test_training.py", "experts/test_routing.py", "experts/test_checkpoints.py",
+        "integrations/huggingface/test_experts.py", "planning/test_expert_plan.py",
+    ],
     "guides/export.md": ["integrations/huggingface/test_pretrained.py"],
     "guides/hangs.md": ["watchdog/test_desync.py"],
     "guides/inference_servers.md": [

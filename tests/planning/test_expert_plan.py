@@ -118,7 +118,7 @@ ALL_TO_HOST = {"offload": {"optimizer": "cpu", "parameters": "cpu"}}
 
 
 @pytest.mark.parametrize("model", ["mixture", "mixtral"])
-def test_plan_is_the_ledger_to_the_byte(ranks: Launcher, model: str) -> None:
+def test_a_plan_of_experts_is_the_ledger_to_the_byte(ranks: Launcher, model: str) -> None:
     cases = [Case(model, stage, dtype) for stage in STAGES for dtype in (None, BF16)]
     cases += [Case(model, 2, BF16, TO_HOST), Case(model, 3, BF16, ALL_TO_HOST)]
     cases += [Case(model, 1, BF16, accumulation=2), Case(model, 3, BF16, {"reshard_after_backward": False})]
@@ -195,7 +195,7 @@ def peaks(stage: int, expert: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_peaks_are_reached_and_not_passed(ranks: Launcher, world: int) -> None:
+def test_peaks_with_experts_are_reached_and_not_passed(ranks: Launcher, world: int) -> None:
     for stage in (1, 2, 3):
         for found in ranks(world)(peaks, stage, 2):
             assert found["gather"] == found["planned gather"], (stage, found)
@@ -288,7 +288,7 @@ def test_plain_numbers_have_no_experts(capsys: pytest.CaptureFixture[str]) -> No
     assert status == 2 and "mesh.expert is 4" in said and "divisor of the 6 ranks" in said
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plan_command_knows_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     mixtral().config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
     options = ("--world", "4", "--expert", "2", "--dtype", "bf16", "--device", "cpu", "--no-snapshots")
