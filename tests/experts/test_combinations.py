@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.experts.model import EXPERTS, WIDTH, Model, batch, make
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine, subscribe
+from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.optim.full_state import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -208,6 +209,11 @@ def message_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def write_alone(model: Model) -> None:
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        pass
+
+
 def refusals() -> dict[str, str]:
     found = {}
     found["none"] = message_of(lambda: ZeroEngine(nn.Linear(2, 2), {"mesh": EXPERTS_OF_TWO}))
@@ -222,6 +228,7 @@ def refusals() -> dict[str, str]:
     found["fully_shard"] = message_of(lambda: ZeroEngine(sharded, {"stage": 3}))
     model, engine, _ = trained({"stage": 1, "mesh": EXPERTS_OF_TWO})
     found["copy"] = message_of(lambda: copy.deepcopy(model))
+    found["writer"] = message_of(lambda: write_alone(model))
     found["call"] = message_of(
         lambda: model.blocks[0].experts(torch.ones(2, WIDTH), torch.ones(2, 1), torch.ones(2, 1))
     )
@@ -238,6 +245,7 @@ def test_bad_settings_are_named(ranks: Launcher) -> None:
         assert "mesh.expert is 2" in found["replicas"]
         assert "divided by fully_shard" in found["fully_shard"]
         assert "deepcopy" in found["copy"] and "close(gather=True)" in found["copy"]
+        assert "modifier_rank 0 would write ['blocks.0.experts.up'" in found["writer"]
         assert "blocks.0.experts was called with" in found["call"]
 
 

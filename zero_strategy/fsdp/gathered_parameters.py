@@ -74,6 +74,7 @@ class GatheredParameters:
                         f"modifier_rank {self._modifier_rank} is not a rank of this mesh of {model.mesh.world_size}"
                     )
                 if self._modifier_rank is not None:
+                    self._check_experts(model)
                     model.moved.check("GatheredParameters(modifier_rank=...)")
                 if model.placement.shard_parameters:
                     # Before the gather, in which the others would wait for a rank that does not enter.
@@ -87,6 +88,17 @@ class GatheredParameters:
                 else:
                     entered.enter_context(_edited(buckets, self._modifier_rank))
             self._scopes = entered.pop_all()
+
+    def _check_experts(self, model: ShardedModel) -> None:
+        """Raise if one rank is to write parameters of which each rank has other experts."""
+        wanted = {id(parameter) for parameter in self._parameters if parameter in model.experts}
+        if wanted:
+            names = [name for name, parameter in model.names() if id(parameter) in wanted]
+            raise ValueError(
+                f"modifier_rank {self._modifier_rank} would write {names[:3]}, of which it has its own experts alone "
+                "(mesh.expert): write before the engine is made, or give all ranks the whole values by "
+                "zero_strategy.sharding.safe_set_full_fp32_param(parameter, values)"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
