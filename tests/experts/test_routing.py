@@ -106,7 +106,7 @@ def test_messages_to_experts_have_the_elements_of_the_formula(ranks: Launcher, w
     for found in results:
         arrived, left = found["rows"]
         assert found["all_to_all"] == 2 * (arrived + left) * WIDTH
-        assert found["control"] == (world - 1) * (EXPERTS + 2)
+        assert found["control"] == (world - 1) * (EXPERTS + 4)
     assert sum(found["all_to_all"] for found in results) == 4 * sum(found["rows"][1] for found in results) * WIDTH
     assert all(sum(found["counts"]) == world * 12 * 2 for found in results)
 

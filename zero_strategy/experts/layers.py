@@ -77,6 +77,13 @@ class ExpertLayer:
                 f"mesh.expert: {name} has parameters {others} beside those that hold its experts. Ranks with other "
                 "experts would get other gradients of them: leave mesh.expert at 1, or move them out of the layer"
             )
+        for key, buffer in module.named_buffers():
+            if buffer.dim() and buffer.shape[0] == experts:
+                raise ValueError(
+                    f"mesh.expert: {name} has a buffer {key!r} with a value for each of its {experts} experts, which "
+                    "would stay whole: make it a parameter with requires_grad=False that expert_parameters() names, or "
+                    "leave mesh.expert at 1"
+                )
         self._calls: ExpertCalls | None = None
         self._adapters: list[AdapterCalls] = []
 
@@ -124,9 +131,11 @@ class ExpertCalls(EphemeralHook):
         self._name, self._experts, self._group = layer.name, layer.experts, group
         self._signature = inspect.signature(type(layer.module).forward)
         self._call: _Call | None = None
+        group.know(layer.name)
         self.load = ExpertLoad(layer.name, layer.experts, group.rank, group.size)
         before = layer.module.register_forward_pre_hook(self, with_kwargs=True)
-        after = layer.module.register_forward_hook(_After(self))
+        # First: hooks of others see the results of this rank's tokens, whenever they were registered.
+        after = layer.module.register_forward_hook(_After(self), prepend=True)
         self._handles = [before, after]
 
     def check_copy(self, call: str) -> None:
@@ -156,15 +165,20 @@ class ExpertCalls(EphemeralHook):
         tokens, chosen, weights, rebuild = self._arguments(module, args, kwargs)
         shape = tokens.shape
         flat = tokens.reshape(-1, shape[-1])
-        chosen, weights = (each.reshape(len(flat), -1) for each in (chosen, weights))
-        arrived, route = self._group.dispatch(flat, chosen, self._experts)
+        if chosen.shape != weights.shape or chosen.numel() != len(flat) * chosen.shape[-1]:
+            raise TypeError(
+                f"mesh.expert: {self._name} was called with {len(flat)} tokens, choices {tuple(chosen.shape)} and "
+                f"weights {tuple(weights.shape)}; a layer of experts takes k choices of each token, and their weights"
+            )
+        chosen, weights = (each.reshape(len(flat), chosen.shape[-1]) for each in (chosen, weights))
+        arrived, route = self._group.dispatch(flat, chosen, self._experts, self._name)
         if torch.is_grad_enabled() and not in_backward():  # there a forward is computed again
             self.load.add(route.counts)
         rows, numbers = arrived, route.experts.unsqueeze(1)
         if not len(rows):
-            # A row of zeros for the first expert: code of experts need not work for none, and the graph of a backward
-            # goes through the parameters on all ranks. Its result is dropped.
-            rows, numbers = arrived.sum(dim=0, keepdim=True), numbers.new_zeros(1, 1)
+            # A row of ones for the first expert: code of experts need not work for none, and the graph of a backward
+            # goes through the parameters on all ranks. Its result is dropped. Not of zeros, whose norm has no gradient.
+            rows, numbers = arrived.sum(dim=0, keepdim=True) + 1, numbers.new_zeros(1, 1)
         self._call = _Call(arrived, weights, route, shape)
         return rebuild(rows, numbers, weights.new_ones(numbers.shape))
 

@@ -8,13 +8,14 @@ way, and gradients by the same two in the opposite order. Ranks tell each other 
 expert, so that every rank knows where each message ends; backward needs no counts.
 
 Elements that a rank sends, of rows for experts elsewhere: rows x width for each of the two directions, forward and
-backward; and once (ranks - 1) x (experts + 2) counts.
+backward; and once (ranks - 1) x (experts + 4) counts and flags.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,17 @@ class ExpertGroup:
         self.ranks = group if isinstance(group, Communicator) else Communicator(group, CommunicationCounters())
         self.counters = self.ranks.counters
         self.size, self.rank = self.ranks.size, self.ranks.rank
+        self._layers: dict[int, str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
         """Give a copy of a model the same ranks."""
         return self
+
+    def know(self, layer: str) -> int:
+        """Take note of a layer's name, for messages; returns the number that ranks compare."""
+        number = crc32(layer.encode())
+        self._layers[number] = layer
+        return number
 
     def held(self, experts: int) -> range:
         """Numbers of the experts that this rank holds, of so many in all.
@@ -82,7 +90,7 @@ class ExpertGroup:
         each = experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, experts: int, layer: str = "") -> tuple[Tensor, Route]:
         """Send tokens to their experts. A collective, with gradient.
 
         Args:
@@ -90,25 +98,24 @@ class ExpertGroup:
             chosen: Numbers of the experts of each token, (tokens, k) integers; `experts` stands for none: the choice
                 is dropped.
             experts: Number of experts of the layer, over all ranks.
+            layer: Its name, for messages; ranks that come with different layers are told.
 
         Returns:
             The rows for the experts here, (received, width), by rank, expert and token; and how they have come.
 
         Raises:
+            RuntimeError: On all ranks, if they come with different layers.
             ValueError: On all ranks, if a number is out of range on one of them.
         """
         held, (count, choices) = self.held(experts), chosen.shape
-        flat = chosen.reshape(-1)
+        flat = chosen.reshape(-1).to(torch.int64)
         valid = (flat >= 0) & (flat <= experts)
         counted = torch.where(valid, flat, experts + 1)
-        counts = flat.new_zeros(experts + 2, dtype=torch.int64).scatter_add_(0, counted, torch.ones_like(counted))
+        counts = flat.new_zeros(experts + 4).scatter_add_(0, counted, torch.ones_like(counted))
+        number, learns = self.know(layer), torch.is_grad_enabled() and tokens.requires_grad
+        counts[-2:] = counts.new_tensor([number, learns])
         table = self._tell(counts)
-        if table[:, -1].any():
-            wrong = [rank for rank, number in enumerate(table[:, -1].tolist()) if number]
-            raise ValueError(
-                f"a router chose experts that are not there on ranks {wrong} of the group: numbers must be 0 to "
-                f"{experts - 1}, or {experts} for a choice that is dropped"
-            )
+        self._check(table, experts, layer)
         # Stable, so that rows of an expert are in the order of the tokens; what is dropped comes last.
         order = torch.argsort(flat, stable=True)[: int(table[self.rank, :experts].sum())]
         rows = table[:, :experts].view(self.size, self.size, len(held)).sum(dim=2)
@@ -124,8 +131,30 @@ class ExpertGroup:
             experts=numbers.to(tokens.device),
             counts=table[:, :experts].sum(dim=0),
         )
-        arrived: Tensor = _Exchange.apply(tokens[order // choices], None, self, route, True)
+        rows_sent = tokens[order // choices]
+        if table[:, -1].any() and not learns and torch.is_grad_enabled():
+            # Other ranks send gradients back, and this one has to take part.
+            rows_sent = rows_sent.detach().requires_grad_()
+        arrived: Tensor = _Exchange.apply(rows_sent, None, self, route, True)
         return arrived, route
+
+    def _check(self, table: Tensor, experts: int, layer: str) -> None:
+        """Raise on all ranks alike if what they have told each other does not go together."""
+        others = table[:, -2].tolist()
+        if len(set(others)) > 1:
+            named = [
+                f"rank {rank} in {self._layers.get(number, 'another one')!r}" for rank, number in enumerate(others)
+            ]
+            raise RuntimeError(
+                f"ranks of an expert group run different layers of experts: {', '.join(named)}. Experts of a layer get "
+                "tokens of all ranks, so all run the same layers in the same order (no LayerDrop, no branches by data)"
+            )
+        wrong = [rank for rank, number in enumerate(table[:, experts + 1].tolist()) if number]
+        if wrong:
+            raise ValueError(
+                f"the router of {layer or 'a layer'} chose experts that are not there on ranks {wrong} of the group: "
+                f"numbers must be 0 to {experts - 1}, or {experts} for a choice that is dropped"
+            )
 
     def combine(self, results: Tensor, arrived: Tensor, weights: Tensor, route: Route) -> Tensor:
         """Bring results back and add them up, weighted, token by token. A collective, with gradient.
@@ -176,7 +205,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # Gradients of rows that nobody used are zeros here, so that every rank takes part.
-        gradient = _exchange(grads[0], ctx.group, ctx.route, not ctx.to_experts)
+        # By a function with a backward of its own, for gradients of gradients.
+        gradient = _Exchange.apply(grads[0], None, ctx.group, ctx.route, not ctx.to_experts)
         return gradient, None, None, None, None
 
 

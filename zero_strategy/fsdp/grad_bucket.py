@@ -80,8 +80,10 @@ class GradientBucket:
         self._reduction: Reduction | None = None
         self._side = side or SideStream()
         self._straight = False  # it writes into the reduced gradients
-        # Torch takes a `p.grad` of the parameter's dtype only, and it has to have memory.
-        self._shows_gradient = owns_all and dtype == bucket.dtype and self.reduced.in_memory
+        # Torch takes a `p.grad` of the parameter's dtype only, and it has to have memory. Norms of some experts'
+        # gradients are those of all, which takes a handle.
+        shown = owns_all and dtype == bucket.dtype and self.reduced.in_memory
+        self._shows_gradient = shown and bucket.ranks.neighbours == 1
         self.own = LocalSums(bucket, dtype, reuse, shown=self._shows_gradient)
         self._factors = DeferredScale(self._multiply)  # for reduced gradients
         self.shown = GradientViews(self, bucket)

@@ -33,6 +33,7 @@ from zero_strategy.runtime.torch_private import (
     DisableTorchFunctionSubclass,
     foreach_div_,
     foreach_mul_,
+    foreach_norm,
     foreach_zero_,
     in_backward,
     version_of,
@@ -72,6 +73,8 @@ _SCALINGS: dict[Any, Callable[[Tensor, Any], object]] = {
 _OF_VIEWS: dict[Any, bool | None] = {IS_VIEW: False, BASE_OF_VIEW: None}
 """What autograd's own gradients answer. A class is given by a view, whose base would be sealed by another view of it,
 without an end for who follows bases, as torch.export does."""
+_NORMS = {torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, foreach_norm}
+"""Functions that get gradients of all experts where ranks hold some each, as torch's `clip_grad_norm_` needs them."""
 _ASSIGNMENTS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__")
 
 
@@ -81,13 +84,14 @@ class GradientProxy(Tensor):
     Attributes:
         name: The parameter.
         stage: The ZeRO stage, for the message.
-        fetch: Gives the full gradient in memory of its own. A collective where the gradient is sharded.
+        fetch: Gives the full gradient in memory of its own, or with True that of all experts. A collective where the
+            gradient is sharded.
         change: Changes this rank's part of it in place, by what takes a few elements.
     """
 
     name = ""
     stage = 0
-    fetch: Callable[[], Tensor]
+    fetch: Callable[..., Tensor]
     change: Callable[[Callable[[Tensor], object]], None]
 
     @staticmethod
@@ -95,7 +99,7 @@ class GradientProxy(Tensor):
         plain: Tensor,
         name: str,
         stage: int,
-        fetch: Callable[[], Tensor],
+        fetch: Callable[..., Tensor],
         change: Callable[[Callable[[Tensor], object]], None],
     ) -> GradientProxy:
         """A handle that shares the memory and the version counter of `plain`."""
@@ -178,7 +182,8 @@ class FetchedGradient(Tensor):
     def call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `func` with gradients in the place of handles, and seal what shares memory with one of its inputs."""
         fetched: dict[int, FetchedGradient] = {}
-        args, kwargs = _fetch(args, fetched), _fetch(kwargs, fetched)
+        of_all = func in _NORMS
+        args, kwargs = _fetch(args, fetched, of_all), _fetch(kwargs, fetched, of_all)
         inputs = list(_instances(FetchedGradient, (args, kwargs)))
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -234,18 +239,18 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return first, kwargs.get("out")
 
 
-def _fetch(value: Any, fetched: dict[int, FetchedGradient]) -> Any:
+def _fetch(value: Any, fetched: dict[int, FetchedGradient], of_all: bool) -> Any:
     """`value` with the gradient in the place of each handle; each is fetched once, in order, on all ranks alike."""
     if isinstance(value, GradientProxy):
         if id(value) not in fetched:
-            fetched[id(value)] = FetchedGradient.of(value.fetch(), value.name, value.stage)
+            fetched[id(value)] = FetchedGradient.of(value.fetch(of_all), value.name, value.stage)
         return fetched[id(value)]
     if isinstance(value, (list, tuple)):
-        items = [_fetch(item, fetched) for item in value]
+        items = [_fetch(item, fetched, of_all) for item in value]
         # Named tuples take their items one by one.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _fetch(item, fetched) for key, item in value.items()}
+        return {key: _fetch(item, fetched, of_all) for key, item in value.items()}
     return value
 
 
@@ -320,15 +325,16 @@ class ReadableGradients(Protocol):
     def change(self, index: int, how: Callable[[Tensor], object]) -> None: ...
 
 
-def reader_of(gradients: ReadableGradients, index: int) -> Callable[[], Tensor]:
+def reader_of(gradients: ReadableGradients, index: int) -> Callable[..., Tensor]:
     """Reader of one gradient for as long as its bucket lives; it does not keep the bucket alive."""
     known, name = ref(gradients), gradients.bucket.names[index]
 
-    def read() -> Tensor:
+    def read(of_all: bool = False) -> Tensor:
         bucket = known()
         if bucket is None:
             raise RuntimeError(f"the gradient of parameter {name!r} went away with its engine")
-        return read_gradient(bucket, index)
+        found = read_gradient(bucket, index)
+        return bucket.bucket.whole_of(index, found) if of_all and bucket.bucket.ranks.neighbours > 1 else found
 
     return read
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.mesh import Mesh
+from zero_strategy.fsdp.divided_experts import DividedExperts
 from zero_strategy.fsdp.layout import Placement
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import MovedStates
@@ -31,10 +32,13 @@ class WatchedModel(Protocol):
     mesh: Mesh
     placement: Placement
     moved: MovedStates
+    experts: DividedExperts
 
     def names(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
     def place(self, parameter: nn.Parameter) -> tuple[ParameterBucket, int] | None: ...
+
+    def whole_of(self, tensor: Tensor) -> Tensor: ...
 
 
 class ModuleGuards:
@@ -76,7 +80,7 @@ class ModuleGuards:
 
     def enter(self, model: WatchedModel, call: str) -> None:
         """The outermost call of a recursion meets the other ranks where a gather follows."""
-        if not self._open and model.placement.shard_parameters:
+        if not self._open and (model.placement.shard_parameters or model.experts.layers):
             model.mesh.barrier.wait_for_all(call)
         self._open += 1
 
@@ -116,6 +120,9 @@ class _UnitGuard:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if isinstance(state.get(prefix + name), Tensor) and self.model.place(parameter) is not None:
                     state[prefix + name] = parameter.detach().clone()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in self.model.experts and isinstance(state.get(prefix + name), Tensor):
+                state[prefix + name] = self.model.whole_of(parameter)
         self._unpin()
 
     def before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -126,6 +133,9 @@ class _UnitGuard:
         self._pin("load_state_dict() of a sharded module")
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
+            if isinstance(value, Tensor) and parameter in self.model.experts:
+                part = self.model.experts.part_of(parameter)
+                value = state[prefix + name] = part.of_whole(value) if value.shape == part.shape else value
             # Of another shape torch itself complains, when it has gone through all of them.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 self._loading.append((parameter, value))

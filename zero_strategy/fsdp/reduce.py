@@ -520,7 +520,8 @@ class GradientReducer:
 
         Args:
             parameter: A trainable one of the buckets.
-            gradient: Of its shape, whole or a `DTensor`; any floating-point dtype.
+            gradient: Of its shape, whole or a `DTensor`; any floating-point dtype. Where ranks hold some experts each,
+                of this rank's, then the mean over those that hold others is taken to be the same, or of all experts.
 
         Raises:
             RuntimeError: If the last backward did not finish.
@@ -529,14 +530,17 @@ class GradientReducer:
         places = ((b, i) for b in self.buckets for i, known in enumerate(b.bucket.parameters) if known is parameter)
         if (place := next(places, None)) is None or not parameter.requires_grad:
             raise ValueError("add_gradient takes a trainable parameter of the engine's module")
-        if gradient.shape != parameter.shape:
+        bucket, index = place
+        part = bucket.bucket.parts[index]
+        if gradient.shape not in (parameter.shape, part.shape):
             raise ValueError(f"a gradient of shape {tuple(gradient.shape)} for a parameter of {tuple(parameter.shape)}")
         self.check_whole()
-        bucket, index = place
+        if bucket.bucket.ranks.neighbours > 1:
+            gradient = _of_own_experts(gradient, bucket.bucket, index)
         bucket.bucket.make_master()
         # As in a backward: it notices `zero_grad`, and keeps earlier reduced sums apart.
         bucket.begin()
-        bucket.accumulate(index, local_values(bucket.bucket.parts[index], parameter, gradient), lent=True)
+        bucket.accumulate(index, local_values(part, parameter, gradient), lent=True)
         bucket.show(index)
         self._unreduced = True
 
@@ -559,3 +563,19 @@ def _check_gathers(same: bool) -> None:
             "must run the same units in the same order. Where ranks skip different layers of a list (LayerDrop), set "
             "units.may_skip: true; use stage 2 for models whose branches differ by rank otherwise."
         )
+
+
+def _of_own_experts(gradient: Tensor, bucket: ParameterBucket, index: int) -> Tensor:
+    """The sum, over ranks that hold different experts, of gradients of this rank's experts. A collective of them.
+
+    Args:
+        gradient: Of all experts, or of those that this rank holds, which then counts for the others as well.
+        bucket: Has the parameter.
+        index: Of the parameter.
+    """
+    part, others = bucket.parts[index], bucket.ranks.parts
+    if gradient.shape == part.local_shape:
+        return gradient * others.size
+    flat = gradient.detach().reshape(-1).clone()
+    others.reduce_scatter(flat, bucket.names[index]).wait()
+    return flat.view(others.size, -1)[others.rank].view(part.local_shape)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.optim import Optimizer
 
 from zero_strategy.fsdp.layout import BucketLayout, wants_master
 from zero_strategy.fsdp.layout import Segment as ParameterSpan
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.fsdp.state_bits import is_coded
+from zero_strategy.fsdp.state_bits import is_coded, may_be_coded
 from zero_strategy.ops.dynamic_codes import BLOCK
 from zero_strategy.optim.fused import rule_of_class
 
@@ -55,12 +57,13 @@ def check_state_bits(optimizer: Optimizer, model: ShardedModel) -> None:
                     f"{asked}, and {label!r} is updated in {updated}: steps on states of 8 bits are of float32 "
                     "numbers; leave precision.master_weights on, or optimizer.state_bits out"
                 )
-            if bucket.parts[index].dim is not None:
+            part, bits = bucket.parts[index], model.config.optimizer.state_bits
+            setting = bits if may_be_coded(model.config, label, math.prod(part.shape)) else 32
+            if part.dim is not None and is_coded(group.get("state_bits"), setting, math.prod(part.shape)):
                 raise ValueError(
                     f"{asked}, and ranks have parts of {label!r} (mesh.tensor, mesh.expert): blocks "
                     "of states are those of whole parameters; leave optimizer.state_bits out"
                 )
-            bits = model.config.optimizer.state_bits
             if bits != 8 and is_coded(group.get("state_bits"), bits, parameter.numel()):
                 _check_cuts(name, model, bucket.layout, bucket.layout.segments[index])
 
