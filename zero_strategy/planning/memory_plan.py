@@ -473,7 +473,7 @@ class _BucketEntries:
             return
         reduction = self.plan.resolved.gradient_reduction
         tier = _TIERS[offload.gradient_tier(reduction)]
-        whole = self.owned == (0, bucket.layout.numel) and tier == "device"
+        whole = self.owned == (0, bucket.layout.numel) and tier == "device" and bucket.neighbours == 1
         if not (whole and bucket.gradient_dtype == bucket.dtype):  # else p.grad is the gradient itself
             each = self.plan._allocated(bucket.dtype.itemsize)
             yield Entry("handles", "device", bucket.owner, count * bucket.dtype.itemsize, count * each)
