@@ -1,4 +1,4 @@
-"""LoRA on experts: PEFT's adapters of stacked weights (`LoraConfig.target_parameters`), of which ranks use their part.
+"""LoRA on experts: adapters of stacked weights (PEFT's `target_parameters`), of which ranks use their part.
 
 PEFT keeps A as (experts x rank, inputs) and B as (outputs, rank x experts), and adds scale x B A to the stack for the
 time of a forward. All ranks have both whole, as they are small; a rank's forward takes the part of its experts, and the
