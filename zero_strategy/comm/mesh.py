@@ -418,6 +418,7 @@ class Mesh:
         for communicator in groups:
             communicator.warm_up(device)
         self.shard_control.send_numbers_by(self.reduce, device)
+        self.expert.send_numbers_by(self.expert, device)
         self.communicator_bytes = max(0, bytes_beside_torch(device) - before)
 
     def close(self) -> None:

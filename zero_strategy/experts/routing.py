@@ -175,7 +175,7 @@ class ExpertGroup:
 
     def _tell(self, counts: Tensor) -> Tensor:
         """Counts of all ranks, (ranks, n), on the host."""
-        if counts.is_cpu or self.size == 1:
+        if counts.is_cpu or self.ranks.numbers_on is None:
             return torch.stack(self.ranks.all_gather_small(counts.cpu(), _TO_EXPERTS))
         everyone = self.ranks.all_gather_numbers(counts.double(), _TO_EXPERTS)
         return self.ranks.to_host(everyone).to(torch.int64)
