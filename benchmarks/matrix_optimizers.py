@@ -31,7 +31,7 @@ from benchmarks.ratios import slowest, tell
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.optim import MuonAdamW, split_matrices
 from zero_strategy.optim.muon import muon_groups, newton_schulz
-from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
+from zero_strategy.optim.orthogonaliser import Matrix, orthogonalisers
 
 _VOCABULARY = 16384
 
@@ -51,7 +51,7 @@ def ours(stage: int, muon: bool, length: int, model: str) -> tuple[nn.Module, Op
 
 def owned_by(engine: ZeroEngine, optimizer: Optimizer) -> list[Matrix]:
     """The matrices that this rank orthogonalises, of those that have gradients now."""
-    orthogonaliser, groups = Orthogonaliser(engine.model), muon_groups(optimizer)
+    orthogonaliser, groups = orthogonalisers(engine.model)[0], muon_groups(optimizer)
     return orthogonaliser.owned(orthogonaliser.matrices(groups, [group["params"] for group in groups]))
 
 

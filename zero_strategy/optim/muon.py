@@ -64,7 +64,9 @@ class MatrixSplit:
         return table(rows, ["parameter", "shape", "elements", "optimizer"], right=(2,))
 
 
-def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: UnitsConfig | None = None) -> MatrixSplit:
+def split_matrices(
+    module: nn.Module, patterns: Sequence[str] = (), *, units: UnitsConfig | None = None, stacks: bool = False
+) -> MatrixSplit:
     """Divide the trained parameters of a module as is usual for Muon.
 
     Args:
@@ -73,10 +75,13 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
             all of two dimensions in repeated members of containers (of whatever size), or in the units that `units`
             names; that leaves embeddings, heads, norms and biases out.
         units: The setting `units`, where it names classes or patterns.
+        stacks: Also parameters of three dimensions, each entry of which along the first is a matrix of its own, such as
+            the experts of a layer. `MuonAdamW` takes them; torch's Muon does not.
 
     Raises:
-        ValueError: If there is none, or a pattern matches no trained parameter of two dimensions.
+        ValueError: If there is none, or a pattern matches no trained parameter of two dimensions (or three).
     """
+    dimensions = (2, 3) if stacks else (2,)
     chosen = units or UnitsConfig()
     owners = {
         name: spec.name
@@ -85,11 +90,11 @@ def split_matrices(module: nn.Module, patterns: Sequence[str] = (), *, units: Un
     }
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) and parameter.dim() == 2 for name, parameter in trained.items()):
+        if not any(fnmatchcase(name, pattern) and parameter.dim() in dimensions for name, parameter in trained.items()):
             raise ValueError(f"pattern {pattern!r} matches no trained matrix; names are {list(trained)[:5]} ...")
 
     def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-        if parameter.dim() != 2:
+        if parameter.dim() not in dimensions:
             return False
         return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else owners[name] != ""
 
@@ -175,7 +180,7 @@ def change(parameter: Tensor, update: Tensor, group: Mapping[str, Any], shape: S
 
 
 def _adjusted(lr: float, function: str | None, shape: Sequence[int]) -> float:
-    rows, columns = shape[:2]
+    rows, columns = shape[-2:]
     if function is None or function == "original":
         return lr * math.sqrt(max(1, rows / columns))
     # 0.2 brings the root mean square of updates to that of AdamW's, after Liu et al.
@@ -211,8 +216,11 @@ class MuonAdamW(Optimizer):
             raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', not {ns_dtype!r}")
         self._adamw = torch.optim.AdamW(split.others, **(adamw or {}))
         # Made for its options alone, which its constructor checks.
-        matrices = torch.optim.Muon(split.matrices, **(muon or {})).param_groups[0]
-        groups = [{**matrices, "use_muon": True, "ns_dtype": ns_dtype}, {**self._adamw.param_groups[0]}]
+        options = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **(muon or {})).param_groups[0]
+        groups = [
+            {**options, "params": split.matrices, "use_muon": True, "ns_dtype": ns_dtype},
+            {**self._adamw.param_groups[0]},
+        ]
         groups[1]["use_muon"] = False
         super().__init__(groups, {})
 
@@ -230,7 +238,8 @@ class MuonAdamW(Optimizer):
                     if MOMENTUM not in state:
                         state[MOMENTUM] = torch.zeros_like(parameter.grad)
                     found = direction(parameter.grad, state[MOMENTUM], group)
-                    change(parameter, newton_schulz(found, group), group, parameter.shape)
+                    for matrix, each in zip(_matrices(parameter), _matrices(found), strict=True):
+                        change(matrix, newton_schulz(each, group), group, matrix.shape)
         adamw = self.adamw
         # One state for both, so that a state dict has AdamW's moments, too.
         adamw.state = self.state
@@ -243,6 +252,11 @@ class MuonAdamW(Optimizer):
         # At each use: `load_state_dict` puts other groups in the place of these.
         self._adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
         return self._adamw
+
+
+def _matrices(parameter: Tensor) -> Sequence[Tensor]:
+    """The matrices of a stack, as views; a matrix itself."""
+    return parameter.unbind() if parameter.dim() == 3 else [parameter]
 
 
 def muon_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_strategy.fsdp.model import ShardedModel
@@ -14,7 +15,7 @@ from zero_strategy.optim.elementwise_step import ElementwiseStep, segments_of
 from zero_strategy.optim.fused import AdamRule, Combine, Segment, UpdateRule
 from zero_strategy.optim.muon import MOMENTUM, MuonAdamW, change, direction, muon_groups
 from zero_strategy.optim.optimizer_checks import check_matrices, is_matrix_optimizer
-from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
+from zero_strategy.optim.orthogonaliser import Matrix, orthogonalisers
 from zero_strategy.optim.step_method import SteppedOptimizer
 
 
@@ -23,8 +24,8 @@ class MuonStep(ElementwiseStep):
 
     def __init__(self, sharded: SteppedOptimizer) -> None:
         super().__init__(sharded)
-        self._orthogonaliser = Orthogonaliser(self.model)
-        self._matrices: list[Matrix] = []
+        self._orthogonalisers = orthogonalisers(self.model)
+        self._matrices: list[list[Matrix]] = []
 
     @classmethod
     def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
@@ -45,7 +46,8 @@ class MuonStep(ElementwiseStep):
         self.rule, groups = self._rule_of(others), muon_groups(self.optimizer)
         self.by_hand = set(map(id, groups)) if self.rule is None else None
         # Now, while the groups list the module's parameters.
-        self._matrices = self._orthogonaliser.matrices(groups, [group["params"] for group in groups])
+        of_groups = [group["params"] for group in groups]
+        self._matrices = [each.matrices(groups, of_groups) for each in self._orthogonalisers]
         self._note_rule()
         # Matrices go by rounds, not by buckets, so recorders are told of all before the first.
         self.records_itself = False
@@ -60,19 +62,22 @@ class MuonStep(ElementwiseStep):
             if MOMENTUM not in segment.state:
                 segment.state[MOMENTUM] = torch.zeros_like(segment.like)
 
-        def take(matrix: Matrix) -> Tensor:
+        def take(rank: int, matrix: Matrix) -> Tensor:
             segment = of_matrix[id(matrix.parameter)]
-            gradient, factor = segment.grad.to(segment.param.dtype).view(-1), segment.scale * scale
+            gradient = matrix.of(segment.grad.view(-1), rank).to(segment.param.dtype)
+            factor = segment.scale * scale
             gradient = gradient if factor == 1.0 else gradient * factor
-            return direction(gradient, segment.state[MOMENTUM].view(-1), matrix.group)
+            return direction(gradient, matrix.of(segment.state[MOMENTUM].view(-1), rank), matrix.group)
 
-        def give(matrix: Matrix, values: Tensor) -> None:
+        def give(rank: int, matrix: Matrix, values: Tensor) -> None:
             segment = of_matrix[id(matrix.parameter)]
-            change(segment.param.view(-1), values, matrix.group, matrix.shape)
+            weights = matrix.of(segment.param.view(-1), rank)
+            change(weights, values, matrix.group, matrix.shape)
             if segment.copy is not None:
-                segment.copy.copy_(segment.param.view(-1))
+                matrix.of(segment.copy.view(-1), rank).copy_(weights)
 
-        self._orthogonaliser.run(self._matrices, take, give)
+        for each, matrices in zip(self._orthogonalisers, self._matrices, strict=True):
+            each.run(matrices, partial(take, each.rank), partial(give, each.rank))
 
 
 class Directions(UpdateRule):
@@ -80,6 +85,7 @@ class Directions(UpdateRule):
 
     def __init__(self) -> None:
         self._found: dict[int, list[Tensor]] = {}
+        self._left: dict[int, int] = {}
 
     def update(self, segments: Sequence[Segment], scale: float = 1.0, combine: Combine | None = None) -> None:
         """See `UpdateRule`."""
@@ -91,10 +97,17 @@ class Directions(UpdateRule):
             found = direction(gradient, segment.state[MOMENTUM], segment.group)
             self._found.setdefault(id(segment.owner), []).append(found)
 
-    def take(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
-        """The direction of a parameter's elements, once."""
-        # Parts came in the order of chunks, which is that of elements; taken out, so that their memory goes.
-        return torch.cat([part.to(device) for part in self._found.pop(id(parameter))])
+    def take(self, matrix: Matrix, rank: int, device: torch.device) -> Tensor:
+        """The direction of a rank's elements of a matrix, once."""
+        found = self._found[id(matrix.parameter)]
+        if len(found) > 1:  # parts came in the order of chunks, which is that of elements
+            found[:] = [torch.cat([part.to(device) for part in found])]
+        own = matrix.of(found[0].to(device), rank)
+        left = self._left.get(id(matrix.parameter), len(found[0])) - len(own)
+        self._left[id(matrix.parameter)] = left
+        if not left:  # taken out, so that its memory goes
+            del self._found[id(matrix.parameter)]
+        return own
 
 
 class MuonParts(UpdateRule):

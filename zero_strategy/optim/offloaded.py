@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from zero_strategy.optim.optimizer_checks import (
     is_matrix_optimizer,
     reason_against,
 )
-from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser
+from zero_strategy.optim.orthogonaliser import Matrix, Orthogonaliser, orthogonalisers
 from zero_strategy.optim.own_steps import OwnSteps
 from zero_strategy.optim.pieces import Row
 from zero_strategy.optim.power_sums import Shard
@@ -82,8 +83,8 @@ class OffloadedStep(PieceStep):
         # All groups by hand: torch's own code would find state, and maybe pieces, without values.
         self.by_hand, self._store, self._needs_whole = None, store, False
         self._asserted = list(model.config.elementwise_optimizers)
-        self._muon = Orthogonaliser(model) if muon_groups(optimizer) else None
-        self._matrices: list[Matrix] = []
+        self._muon = orthogonalisers(model) if muon_groups(optimizer) else None
+        self._matrices: list[list[Matrix]] = []
         if self._muon is None:
             self._check_kind()
         self.check_groups()
@@ -108,7 +109,8 @@ class OffloadedStep(PieceStep):
         self._needs_whole = is_matrix_optimizer(self.optimizer, model.config.matrix_optimizers)
         divided = model.placement.shard_optimizer
         if not self._needs_whole:
-            check_elementwise(self.optimizer, declared, whole=not divided and model.mesh.tensor.size == 1)
+            whole = not (divided or model.mesh.tensor.size > 1 or model.experts.layers)
+            check_elementwise(self.optimizer, declared, whole=whole)
         # In pieces it is known, declared, or was tried just now.
         if (divided and not self._needs_whole) or is_elementwise(self.optimizer, declared):
             self._asserted.append(type(self.optimizer).__name__)
@@ -163,7 +165,8 @@ class OffloadedStep(PieceStep):
         if self._muon is not None:
             groups = muon_groups(self.optimizer)
             # Now, while the groups list the module's parameters.
-            self._matrices = self._muon.matrices(groups, [group["params"] for group in groups])
+            of_groups = [group["params"] for group in groups]
+            self._matrices = [each.matrices(groups, of_groups) for each in self._muon]
 
     def gradients_of(self, row: Row) -> dict[int, tuple[Shard, float]]:
         """See `PieceStep`: the rule multiplies by the factor in its pass."""
@@ -237,22 +240,29 @@ class OffloadedStep(PieceStep):
             state.update(formed)
 
     def _orthogonal(
-        self, updates: Sequence[Update], scale: float, orthogonaliser: Orthogonaliser, momenta: StreamedStep
+        self, updates: Sequence[Update], scale: float, by_ranks: Sequence[Orthogonaliser], momenta: StreamedStep
     ) -> list[Update]:
         """The updates with orthogonal ones in the place of gradients, after a pass over momenta. A collective."""
         muon = {id(group) for group in muon_groups(self.optimizer)}
         of_matrices = [update for update in updates if id(update.group) in muon]
         vectors = {key: {k: v for k, v in each.items() if k == MOMENTUM} for key, each in self._vectors.items()}
-        directions, found = Directions(), dict[int, Tensor]()
+        directions, found = Directions(), dict[int, list[tuple[int, Tensor]]]()
         momenta.run(directions, of_matrices, vectors, scale, weights=False)
-        orthogonaliser.run(
-            self._matrices,
-            lambda matrix: directions.take(matrix.parameter, self.model.device),
-            lambda matrix, values: found.update({id(matrix.parameter): values}),
-        )
+        device = self.model.device
+
+        def take(rank: int, matrix: Matrix) -> Tensor:
+            return directions.take(matrix, rank, device)
+
+        def give(matrix: Matrix, values: Tensor) -> None:
+            found.setdefault(id(matrix.parameter), []).append((matrix.number, values))
+
+        for each, matrices in zip(by_ranks, self._matrices, strict=True):
+            each.run(matrices, partial(take, each.rank), give)
+        # Of a stack they came in the order of costs.
+        joined = {key: _in_order(parts) for key, parts in found.items()}
         return [
             # The factor went into the momenta, which are all the state that Muon has.
-            replace(update, gradient=found.get(id(update.parameter), torch.empty(0)), factor=1.0, state={})
+            replace(update, gradient=joined.get(id(update.parameter), torch.empty(0)), factor=1.0, state={})
             if id(update.group) in muon
             else update
             for update in updates
@@ -282,6 +292,12 @@ class OffloadedStep(PieceStep):
             self._momenta.close()
         self._store.remove([vector for vectors in self._vectors.values() for vector in vectors.values()])
         self._vectors.clear()
+
+
+def _in_order(parts: list[tuple[int, Tensor]]) -> Tensor:
+    """Values by the numbers of their matrices, joined."""
+    ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
+    return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
 
 def as_tensor(value: Any) -> Any:

@@ -280,7 +280,8 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
             assert place is not None
             bucket, index = place
             name = bucket.names[index]
-            if bucket.parts[index].dim is not None:
+            of_experts = parameter in model.experts and parameter.dim() == 3 and not whole
+            if bucket.parts[index].dim is not None and not of_experts:
                 raise ValueError(
                     f"{kind} needs whole matrices, and ranks have parts of {name!r} (mesh.tensor, mesh.expert): train "
                     "it with an elementwise optimizer such as AdamW"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.comm.collectives import PendingWork
+from zero_strategy.comm.mesh import ShardRanks
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.optim.muon import newton_schulz_all, newton_schulz_dtype
 
@@ -41,12 +42,20 @@ class Matrix:
         group: Its param group.
         shape: Rows and columns.
         held: Elements that each rank holds, which follow each other in the order of ranks.
+        number: Of the matrix in a stack of several (experts).
+        begins: Place of the first element that this rank holds in its part of the parameter.
     """
 
     parameter: nn.Parameter
     group: dict[str, Any]
     shape: tuple[int, int]
     held: tuple[int, ...]
+    number: int = 0
+    begins: int = 0
+
+    def of(self, part: Tensor, rank: int) -> Tensor:
+        """A rank's elements of the matrix, among those of its part of the parameter, flat."""
+        return part[self.begins : self.begins + self.held[rank]]
 
     @property
     def cost(self) -> int:
@@ -121,19 +130,30 @@ class _Round:
     work: PendingWork
 
 
-class Orthogonaliser:
-    """Newton-Schulz on matrices whose parts lie on ranks of one model."""
+def orthogonalisers(model: ShardedModel) -> list[Orthogonaliser]:
+    """One for each group of ranks that share matrices: where ranks divide experts, those with the same ones, too."""
+    groups = [model.mesh.of_dense, *([model.mesh.of_experts] if model.experts.layers else [])]
+    return [Orthogonaliser(model, ranks) for ranks in groups]
 
-    def __init__(self, model: ShardedModel) -> None:
-        self._model = model
+
+class Orthogonaliser:
+    """Newton-Schulz on matrices whose parts lie on ranks of one model.
+
+    Args:
+        model: The model.
+        ranks: Those that share the buckets of the matrices.
+    """
+
+    def __init__(self, model: ShardedModel, ranks: ShardRanks) -> None:
+        self._model, self._of = model, ranks
         divided = model.placement.shard_optimizer
-        self._group = model.mesh.gather
+        self._group = ranks.gather
         self._rank, self._ranks = (self._group.rank, self._group.size) if divided else (0, 1)
-        self._held: dict[int, list[tuple[int, ...]]] = {}
-        self._planned: tuple[tuple[int, ...], list[list[tuple[int, int]]]] | None = None
+        self._held: dict[int, list[list[tuple[int, int]]]] = {}
+        self._planned: tuple[tuple[tuple[int, int], ...], list[list[tuple[int, int]]]] | None = None
 
     def matrices(self, groups: Sequence[dict[str, Any]], parameters: Sequence[Sequence[nn.Parameter]]) -> list[Matrix]:
-        """Matrices of param groups that have a gradient; the same on all ranks.
+        """Matrices of param groups that these ranks share and that have a gradient; the same on all of them.
 
         Args:
             groups: Hyper-parameters.
@@ -145,24 +165,36 @@ class Orthogonaliser:
                 place = self._model.place(parameter)
                 assert place is not None
                 bucket, index = place
-                if index in self._model.gradient_of(bucket).live and parameter.numel():
-                    rows, columns = bucket.layout.segments[index].shape
-                    found.append(Matrix(parameter, group, (rows, columns), self._held_of(bucket)[index]))
+                shared = bucket.ranks is self._of
+                if shared and index in self._model.gradient_of(bucket).live and parameter.numel():
+                    *stack, rows, columns = bucket.layout.segments[index].shape
+                    pieces = self._held_of(bucket)[index]
+                    for number in range(math.prod(stack)):
+                        first = number * rows * columns
+                        parts = [_both(piece, (first, first + rows * columns)) for piece in pieces]
+                        held = tuple(stop - start for start, stop in parts)
+                        begins = max(0, parts[self._rank][0] - pieces[self._rank][0])
+                        found.append(Matrix(parameter, group, (rows, columns), held, number, begins))
         return found
 
-    def _held_of(self, bucket: Any) -> list[tuple[int, ...]]:
-        """Elements of each parameter of a bucket on each rank."""
+    def _held_of(self, bucket: Any) -> list[list[tuple[int, int]]]:
+        """Elements of each parameter of a bucket on each rank: first, one past the last."""
         if id(bucket) not in self._held:
             layout = bucket.layout
             bounds = (
                 [layout.slice_bounds(rank) for rank in range(self._ranks)] if self._ranks > 1 else [(0, layout.numel)]
             )
-            found = [[0] * self._ranks for _ in layout.segments]
+            found = [[(0, 0)] * self._ranks for _ in layout.segments]
             for rank, bound in enumerate(bounds):
                 for piece in layout.pieces(*bound):
-                    found[piece.index][rank] = piece.numel
-            self._held[id(bucket)] = list(map(tuple, found))
+                    found[piece.index][rank] = piece.start, piece.stop
+            self._held[id(bucket)] = found
         return self._held[id(bucket)]
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the matrices."""
+        return self._rank
 
     def owned(self, matrices: Sequence[Matrix]) -> list[Matrix]:
         """Matrices that this rank orthogonalises."""
@@ -196,7 +228,7 @@ class Orthogonaliser:
     def _plan(self, matrices: Sequence[Matrix]) -> list[list[tuple[int, int]]]:
         """Rounds of positions of matrices with their owners."""
         # Matrices with a gradient may be others from step to step.
-        key = tuple(id(matrix.parameter) for matrix in matrices)
+        key = tuple((id(matrix.parameter), matrix.number) for matrix in matrices)
         if self._planned is None or self._planned[0] != key:
             owned_by = owners(matrices, self._ranks)
             found = rounds(matrices, owned_by, self._ranks)
@@ -274,6 +306,12 @@ class Orthogonaliser:
                 continue
             give(matrix, one.arriving[owner][at[owner] : at[owner] + numel])
             at[owner] += numel
+
+
+def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """The elements of two ranges that both have; an empty range where there are none."""
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else (start, start)
 
 
 def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
