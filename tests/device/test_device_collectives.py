@@ -12,6 +12,7 @@ from torch import Tensor
 import zero_strategy.comm.transport as transport
 from tests.device.fake_ranks import fake_world
 from tests.device.gpus import Gpus
+from tests.experts.model import make
 from zero_strategy.comm.collectives import CommunicationCounters, Communicator
 from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import load_config
@@ -148,6 +149,23 @@ def test_an_engine_connects_each_of_its_groups_and_measures_them(monkeypatch: py
         after = engine.ledger()
         assert after.tier_bytes("device") == before.tier_bytes("device") + 200
         engine.close()
+
+
+def test_an_engine_connects_the_groups_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that exchange tokens and those with the same experts; counts of rows go by the former's own collective."""
+    warmed: list[Communicator] = []
+    with fake_world(RANK, WORLD):
+        settings = load_config(stage=2, watchdog="off", mesh={"expert": 2})
+        mesh = ZeroEngine(make(), settings).mesh
+        Gpus(monkeypatch, WORLD)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+        monkeypatch.setattr(Communicator, "warm_up", lambda self, device: warmed.append(self))
+        monkeypatch.setattr(Communicator, "is_native", True)
+        mesh.warm_up(torch.device("cuda", 1))
+        experts = [mesh.expert, mesh.expert_gather, mesh.expert_reduce]
+        assert [one for one in warmed if one.size > 1] == [mesh.gather, mesh.reduce, *experts]
+        assert mesh.expert.numbers_on == torch.device("cuda", 1)
+        mesh.close()
 
 
 def test_a_sum_may_be_written_elsewhere() -> None:

@@ -408,7 +408,7 @@ class Mesh:
         for control in dict.fromkeys((self.world_group.control, self.control, self.shard_control, self.tensor)):
             if control.group is not None:
                 try_connections(control.group)
-        experts = self.expert, self.expert_gather, self.expert_reduce
+        experts = (self.expert, self.expert_gather, self.expert_reduce) if self.expert.size > 1 else ()
         groups = list(dict.fromkeys((self.gather, self.reduce, self.replicate, self.sequence, *experts)))
         # Of numbers alone: most of these are there on the host only.
         groups += [one for one in (self.tensor, *self.further.values()) if one.gpu_group is not None]
