@@ -19,7 +19,7 @@ from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
 from zero_strategy.comm.process_group import world_size
 from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, check_owned, dtype_fact, load_config, resolve
-from zero_strategy.experts.divided_elsewhere import check_not_divided
+from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.train_state import ModelPart
 

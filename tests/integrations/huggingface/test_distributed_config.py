@@ -15,7 +15,7 @@ from tests.integrations.accelerate.training import fresh_state
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 from zero_strategy.compat import deepspeed
-from zero_strategy.experts.divided_elsewhere import check_not_divided
+from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import is_dtensor
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.transformers import from_pretrained

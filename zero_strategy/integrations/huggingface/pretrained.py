@@ -39,7 +39,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from zero_strategy.checkpoint.deferred import Conversion, Converted, DeferredWeights, Source, Stored
 from zero_strategy.checkpoint.reader import CheckpointReader
-from zero_strategy.experts.divided_elsewhere import instead_of, sizes_of
+from zero_strategy.fsdp.divided_elsewhere import instead_of, sizes_of
 from zero_strategy.integrations.huggingface.quantised import SLICED, WeightQuantiser
 from zero_strategy.pipeline.building import ModelLayer, finished, model_layer
 from zero_strategy.quantized.wrapped import is_holding, where_parts_are

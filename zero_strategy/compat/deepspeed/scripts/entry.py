@@ -28,7 +28,7 @@ from zero_strategy.config import ResolvedConfig, ZeroConfig, check_no_sequence, 
 from zero_strategy.config.deepspeed.settings import ACCUMULATION
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.experts.divided_elsewhere import check_not_divided
+from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.optim.loss_scale import LossScaler
 from zero_strategy.pipeline.engine import PipelineEngine
