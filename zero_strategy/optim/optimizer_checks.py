@@ -282,9 +282,10 @@ def check_matrices(optimizer: Optimizer, model: ShardedModel, *, whole: bool) ->
             name = bucket.names[index]
             of_experts = parameter in model.experts and parameter.dim() == 3 and not whole
             if bucket.parts[index].dim is not None and not of_experts:
+                by = "mesh.expert" if parameter in model.experts else "tensor parallelism"
                 raise ValueError(
-                    f"{kind} needs whole matrices, and ranks have parts of {name!r} (mesh.tensor, mesh.expert): train "
-                    "it with an elementwise optimizer such as AdamW"
+                    f"{kind} needs whole matrices, and {by} divides {name!r}: train it with an elementwise optimizer "
+                    "such as AdamW"
                 )
             if not (whole and model.placement.shard_optimizer) or bucket.whole or not parameter.requires_grad:
                 continue
