@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,16 @@ from torch import Tensor
 from tests.experts.model import Model, batch, make
 from tests.faulty import die
 from tests.launcher import Launcher, RankError
-from tests.watchdog.faults import PATIENCE, QUICK, Told, linger
+from tests.watchdog.faults import PATIENCE, Told, play
 from zero_strategy.engine import ZeroEngine
 
 
 class Training:
     """A loop of a model with divided experts."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, watchdog: dict[str, Any]) -> None:
         self.model: Model = make()
-        config = {"stage": stage, "mesh": {"expert": 2}, "watchdog": QUICK}
+        config = {"stage": stage, "mesh": {"expert": 2}, "watchdog": watchdog}
         self.engine, self.rank = ZeroEngine(self.model, config), dist.get_rank()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.engine.attach(self.optimizer)
@@ -63,32 +62,14 @@ def skip_a_layer(training: Training) -> None:
     training.step()
 
 
-def play(fault: Callable[[Training], None], stage: int) -> Told:
-    training = Training(stage)
-    store: Any = dist.distributed_c10d._get_default_store()
-    training.step()
-    if training.rank != 1:
-        store.add("to tell", 1)
-    dist.barrier()
-    started, told = time.monotonic(), Told("nothing", "", 0.0)
-    try:
-        if training.rank == 1:
-            fault(training)
-        for _ in range(3):
-            training.step()
-    except Exception as error:
-        told = Told(type(error).__name__, str(error), time.monotonic() - started)
-    if training.rank == 1:
-        linger()
-    else:
-        store.add("told", 1)
-    return told
+def play_experts(fault: Callable[[Any], None], stage: int) -> Told:
+    return play(fault, stage, make=Training)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("fault", [raise_in_an_expert, raise_in_the_backward_of_an_expert])
 def test_a_rank_that_raises_in_an_expert_is_named(ranks: Launcher, fault: Any, stage: int) -> None:
-    healthy, faulty = ranks(2)(play, fault, stage)
+    healthy, faulty = ranks(2)(play_experts, fault, stage)
     assert healthy.kind == "DesyncError" and healthy.seconds < PATIENCE, healthy
     assert "rank 1" in healthy.text, healthy
     assert faulty.kind in ("FloatingPointError", "ArithmeticError")
@@ -96,13 +77,13 @@ def test_a_rank_that_raises_in_an_expert_is_named(ranks: Launcher, fault: Any, s
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_skips_a_layer_of_experts_is_named(ranks: Launcher, stage: int) -> None:
-    healthy, _ = ranks(2)(play, skip_a_layer, stage)
+    healthy, _ = ranks(2)(play_experts, skip_a_layer, stage)
     assert healthy.kind == "DesyncError" and healthy.seconds < PATIENCE, healthy
     assert "rank 1" in healthy.text, healthy
 
 
 def play_to_the_end(stage: int) -> None:
-    told = play(die, stage)  # type: ignore[arg-type]
+    told = play_experts(die, stage)
     raise RuntimeError(f"{told.kind} after {told.seconds:.1f} s: {told.text}")
 
 

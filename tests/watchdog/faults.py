@@ -83,9 +83,14 @@ def linger(seconds: float = PATIENCE) -> None:
         seconds -= 0.05
 
 
-def play(fault: Callable[[Training], None], stage: int, watchdog: dict[str, Any] | None = None) -> Told:
-    """Two healthy steps, then `fault` on rank 1, while the others train on."""
-    training = Training(stage, QUICK if watchdog is None else watchdog)
+def play(
+    fault: Callable[[Any], None],
+    stage: int,
+    watchdog: dict[str, Any] | None = None,
+    make: Callable[..., Any] = Training,
+) -> Told:
+    """Two healthy steps of a training, then `fault` on rank 1, while the others train on."""
+    training = make(stage, QUICK if watchdog is None else watchdog)
     store: Any = dist.distributed_c10d._get_default_store()
     training.step()
     training.step()

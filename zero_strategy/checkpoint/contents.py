@@ -29,7 +29,7 @@ from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.store import together
 from zero_strategy.fsdp import layout
-from zero_strategy.fsdp.dtensor import TensorPart, held_by
+from zero_strategy.fsdp.dtensor import TensorPart, held_by, is_dtensor
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.shard_storage import ShardStorage
 from zero_strategy.offload.chunk_store import VectorReader, live_values
@@ -280,7 +280,8 @@ def states_of(engine: TrainState, sharded: ShardedOptimizer) -> States:
     for parameter in sharded.parameters():
         piece = sharded.piece(parameter)
         if piece is not None:
-            whole = piece.numel() == math.prod(engine.model.part_of(parameter).shape)
+            of_all = piece.numel() == math.prod(engine.model.part_of(parameter).shape)
+            whole = of_all and not is_dtensor(parameter)
             values = flattened(sharded.state.get(piece, {}))
             found[names[id(parameter)]] = LiveState(piece.shape, whole, parameter.numel(), values)
     return found

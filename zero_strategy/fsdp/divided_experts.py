@@ -151,10 +151,7 @@ class DividedExperts:
                 parameter.data = bucket.whole_of(index, parameter.data)
 
     def take_rows(self) -> dict[str, list[int]]:
-        """Rows for each expert of each layer since the last call; of all groups together where ranks add them up.
-
-        Other ranks than the first of a group have none.
-        """
+        """Rows of this group for each expert of each layer since the last call; none on ranks but its first."""
         if self.group.rank:
             return {}
         return {layer.name: layer.take_rows() for layer in self.layers}

@@ -292,10 +292,12 @@ class _Adapters:
         for path, layer in module.named_modules():
             # A layer inside of another one is merged with it.
             if isinstance(layer, _tuner_layer()) and not any(path.startswith(f"{outer}.") for outer in self._layers):
-                divided = [name for name, parameter in layer.named_parameters() if is_dtensor(parameter)]
+                named = dict(layer.named_parameters())
+                divided = [name for name, each in named.items() if is_dtensor(each) or each in model.experts]
                 if divided:
+                    by = "mesh.expert" if named[divided[0]] in model.experts else "tensor parallelism"
                     raise ValueError(
-                        f"{path}.{divided[0]} is divided by tensor parallelism: adapters cannot be merged into it; "
+                        f"{path}.{divided[0]} is divided by {by}: adapters cannot be merged into it; "
                         "pass merge_adapters=False"
                     )
                 self._layers[path] = layer
