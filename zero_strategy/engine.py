@@ -35,6 +35,7 @@ from zero_strategy.comm.process_group import default_group
 from zero_strategy.config import ZeroConfig
 from zero_strategy.convert.convert import checkpoint_in, open_any
 from zero_strategy.engine_mesh import connect, settle
+from zero_strategy.engine_slots import SlotSteps
 from zero_strategy.fsdp.all_layers import run_all_layers
 from zero_strategy.fsdp.materialize import device_of
 from zero_strategy.fsdp.model import ShardedModel
@@ -94,6 +95,7 @@ class ZeroEngine:
         untrained: Ids of trainable parameters that no optimizer needs to have; they stay as they are.
         saver: Its saves, those that go on in the background too.
         steps: Counts optimizer steps; what is agreed at them.
+        slots: The slots of a step (`reproducible.slots`): its micro-batches, their random numbers and losses.
         gradient_watchers: Called on all ranks with what every norm of gradients found, before anything is scaled.
         holder: The integration that trains with it, held weakly; None: a script has made it by itself.
         nonfinite: Decides about steps whose gradients are not finite.
@@ -157,6 +159,7 @@ class ZeroEngine:
             divisor=divisor,
         )
         self.model.engine = self
+        self.slots = SlotSteps(self.model, zero, self.steps)
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             self.model.cast_buffers(compute_dtype)
@@ -310,6 +313,7 @@ class ZeroEngine:
         if self.sequence.size > 1 and not self.sequence.used:
             self.sequence.check_used(self.config.config.origin_of("mesh.sequence"))
         if optimizer is self.optimizers[-1].optimizer:
+            self.slots.step_over()
             self.steps.after(self.model.reducer.take_flags())
             if self.average is not None and not self.sharded(optimizer).skipped:
                 self.average.after_step(self.steps.taken)
@@ -413,6 +417,20 @@ class ZeroEngine:
         """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""
         return self.model.reducer.no_sync()
 
+    def micro_batch(self) -> AbstractContextManager[int]:
+        """One micro-batch of a step of `reproducible.slots`, with all of its random numbers and backwards.
+
+            for batch in loader:
+                with engine.micro_batch():                  # gives the slot
+                    model(batch).loss.backward()            # the mean over the slot; the engine takes that over slots
+                if engine.slots.complete:
+                    optimizer.step(); optimizer.zero_grad()
+
+        Raises:
+            ValueError: If `reproducible.slots` is 0.
+        """
+        return self.slots.micro_batch()
+
     @contextmanager
     def forward_scope(self, inputs: Any = None) -> Iterator[None]:
         """Code inside may use root parameters outside of any module's forward (a `training_step`).
@@ -422,6 +440,8 @@ class ZeroEngine:
         """
         self.model.moved.check("a forward", (PARAMETERS,))
         self.model.reducer.make_masters()
+        if torch.is_grad_enabled() and self.module.training:
+            self.slots.begin()
         with self.observed.forward(inputs), self.model.root_in_use():
             yield
 

@@ -46,6 +46,16 @@ class Due(IntFlag):
     """Then end; comes with SAVE."""
 
 
+class Counted(Protocol):
+    """What counts beside steps, and is in checkpoints with them."""
+
+    def counters(self) -> dict[str, int]:
+        """For the manifest."""
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on from those of a checkpoint."""
+
+
 class StepWatch:
     """Steps of one engine; with several optimizers, one step is a step of each.
 
@@ -54,24 +64,29 @@ class StepWatch:
         skipped: Steps skipped because gradients were not finite (fp16, or `nonfinite_gradients: skip`).
         signalled: Whether this rank wants all to save at the next step boundary; set by a signal handler.
         terminating: Whether this rank wants all to save and end there; likewise.
+        beside: What counts beside steps; None: nothing does.
     """
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
         self.taken = self.skipped = 0
         self.signalled = self.terminating = False
+        self.beside: Counted | None = None
         self._at_boundary: Callable[[Due], object] | None = None
         self._skips = self._save_failed = False
         self._due = Due.NOTHING
 
     def counters(self) -> dict[str, int]:
         """For the manifest."""
-        return {"global_steps": self.taken, "skipped_steps": self.skipped}
+        further = {} if self.beside is None else self.beside.counters()
+        return {"global_steps": self.taken, "skipped_steps": self.skipped, **further}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on counting from those of a checkpoint."""
         self.taken = int(counters.get("global_steps") or 0)
         self.skipped = int(counters.get("skipped_steps") or 0)
+        if self.beside is not None:
+            self.beside.load_counters(counters)
 
     def wanted(self) -> Due:
         """Action that this rank wants of all."""

@@ -27,6 +27,7 @@ from zero_strategy.comm.transport import (
     Fetch,
     HostCollectives,
     Job,
+    Order,
     Run,
     WaitedOnce,
     Work,
@@ -449,7 +450,12 @@ class Communicator:
         return self._start("all_gather", of, flat, carrier, carrier.all_gather(flat), first, after)
 
     def reduce_scatter(
-        self, flat: Tensor, of: Subject = "", factor: float = 1.0, into: Tensor | None = None
+        self,
+        flat: Tensor,
+        of: Subject = "",
+        factor: float = 1.0,
+        into: Tensor | None = None,
+        order: Order | None = None,
     ) -> PendingWork:
         """Sum `flat` over the ranks; the rank's own slice of `flat`, or `into`, holds its part of the sum afterwards.
 
@@ -460,8 +466,13 @@ class Communicator:
             of: What is reduced, for the watchdog's reports.
             factor: The whole sum is multiplied by it.
             into: Takes this rank's part; n elements.
+            order: Of the additions, where it is not that of the ranks; `into` takes its results (n elements each).
         """
         if flat.numel() == 0:
+            return PendingWork([])
+        if self.size == 1 and order is not None:
+            assert into is not None
+            order.add_up([flat], [into], factor)
             return PendingWork([])
         if self.size == 1:
             total = flat if into is None else into.copy_(flat)
@@ -469,14 +480,14 @@ class Communicator:
                 total.mul_(factor)
             return PendingWork([])
         carrier = self._carrier(flat)
-        return self._start("reduce_scatter", of, flat, carrier, carrier.reduce_scatter(flat, into, factor))
+        return self._start("reduce_scatter", of, flat, carrier, carrier.reduce_scatter(flat, into, factor, order))
 
     def takes_scattered(self, numel: int, dtype: torch.dtype) -> bool:
         """True if `reduce_scatter_scattered` is there for so many elements. Ranks may differ in what they use."""
         return self._host.takes_scattered(numel, dtype)
 
     def reduce_scatter_scattered(
-        self, source: Scattered, into: Tensor, of: Subject = "", factor: float = 1.0
+        self, source: Scattered, into: Tensor, of: Subject = "", factor: float = 1.0, order: Order | None = None
     ) -> PendingWork:
         """Reduce-scatter a flat buffer from where its parts lie; all peers get their slices alike.
 
@@ -485,8 +496,9 @@ class Communicator:
             into: Takes this rank's part of the sum; n elements.
             of: What is reduced, for the watchdog's reports.
             factor: The whole sum is multiplied by it.
+            order: See `reduce_scatter`.
         """
-        job = self._host.reduce_scatter_scattered(source, into, factor)
+        job = self._host.reduce_scatter_scattered(source, into, factor, order)
         return self._start("reduce_scatter", of, source, self._host, job)
 
     def all_reduce(

@@ -95,6 +95,17 @@ class Job(NamedTuple):
     then: Callable[[], object] | None = None
 
 
+class Order(Protocol):
+    """An order of summation over ranks other than theirs; see `reproducible.slot_tree.SumOrder`."""
+
+    @property
+    def results(self) -> Sequence[object]:
+        """The sums that come out."""
+
+    def add_up(self, parts: Sequence[Tensor], into: Sequence[Tensor], factor: float = 1.0) -> None:
+        """Write them, times a factor, into memory other than that of the parts, which are by rank and only read."""
+
+
 class Collectives(ABC):
     """Collectives of one group, on tensors of one kind of device.
 
@@ -124,13 +135,14 @@ class Collectives(ABC):
         """Fill `flat` (size x n elements) from every rank's own slice of it."""
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float, order: Order | None = None) -> Job:
         """Sum `flat` (size x n elements) over the ranks and multiply it, for this rank its own slice.
 
         Args:
             flat: The buffer.
             into: Takes the result (n elements); None: the slice itself does.
             factor: The sum is multiplied by it.
+            order: Of the additions; `into` then takes the results one after the other (n elements each).
         """
 
     def all_reduce(self, flat: Tensor, factor: float) -> Job | None:
@@ -343,9 +355,12 @@ class HostCollectives(Collectives):
         slices = list(flat.chunk(self.size))
         return Job(partial(self.exchange, [slices[self.rank]] * self.size, slices))
 
-    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float, order: Order | None = None) -> Job:
         """See `Collectives`."""
         slices = list(flat.chunk(self.size))
+        if order is not None:
+            assert into is not None
+            return Job(partial(self._sum_in_order, slices, into, factor, order))
         total = slices[self.rank] if into is None else into
         return Job(partial(self._sum_in_rank_order, slices, total, factor))
 
@@ -354,9 +369,11 @@ class HostCollectives(Collectives):
         shared, nbytes = self._shared, numel // self.size * dtype.itemsize
         return shared is not None and shared.available and nbytes >= LEAST_BYTES
 
-    def reduce_scatter_scattered(self, source: Scattered, into: Tensor, factor: float) -> Job:
-        """Reduce-scatter a flat buffer from where its parts lie."""
-        return Job(partial(self._sum_scattered, source, into, factor))
+    def reduce_scatter_scattered(
+        self, source: Scattered, into: Tensor, factor: float, order: Order | None = None
+    ) -> Job:
+        """Reduce-scatter a flat buffer from where its parts lie; see `reduce_scatter`."""
+        return Job(partial(self._sum_scattered, source, into, factor, order))
 
     def all_gather_small(self, value: Tensor) -> list[Tensor]:
         """See `Collectives`."""
@@ -438,9 +455,26 @@ class HostCollectives(Collectives):
         else:
             self._add_up(arrived, local, total, factor, None)
 
-    def _sum_scattered(self, source: Scattered, into: Tensor, factor: float) -> None:
+    def _sum_in_order(self, slices: list[Tensor], into: Tensor, factor: float, order: Order) -> None:
+        local = slices[self.rank]
+        sums = list(into.chunk(len(order.results)))
+        if (shared := self._shared_memory(local.nbytes)) is not None:
+            size = local.element_size()
+            for one in shared.rounds([TensorMessage(each) for each in slices]):
+                low, high = one.start // size, one.stop // size
+                parts = {peer: part.view(local.dtype) for peer, part in one.parts.items()} | {
+                    self.rank: local[low:high]
+                }
+                order.add_up(_by_rank(parts), [each[low:high] for each in sums], factor)
+            return
+        parts = {rank: local if rank == self.rank else self._arrivals(rank, local) for rank in range(self.size)}
+        self._exchange_by_gloo(slices, _by_rank(parts))
+        order.add_up(_by_rank(parts), sums, factor)
+
+    def _sum_scattered(self, source: Scattered, into: Tensor, factor: float, order: Order | None) -> None:
         assert self._shared is not None
-        count, size = into.numel(), into.element_size()
+        sums = list(into.chunk(1 if order is None else len(order.results)))
+        count, size = sums[0].numel(), into.element_size()
         outgoing = [source.slice(rank * count, (rank + 1) * count) for rank in range(self.size)]
         for one in self._shared.rounds(outgoing):
             first, stop = one.start // size, one.stop // size
@@ -448,7 +482,11 @@ class HostCollectives(Collectives):
             for low, high, values in outgoing[self.rank].parts(first, stop):
                 local = into.new_zeros(high - low) if values is None else values
                 there = {peer: part[low - first : high - first] for peer, part in others.items()}
-                self._add_up(there, local, into[low:high], factor, None)
+                if order is None:
+                    self._add_up(there, local, into[low:high], factor, None)
+                else:
+                    parts = there | {self.rank: local}
+                    order.add_up(_by_rank(parts), [each[low:high] for each in sums], factor)
 
     def _add_up(
         self, others: dict[int, Tensor], local: Tensor, total: Tensor, factor: float, spare: Tensor | None
@@ -504,6 +542,10 @@ class HostCollectives(Collectives):
                 work.wait()
         except RuntimeError as error:
             raise TransportError(str(error)) from error
+
+
+def _by_rank(parts: dict[int, Tensor]) -> list[Tensor]:
+    return [parts[rank] for rank in sorted(parts)]
 
 
 _NATIVE_DTYPES = frozenset(
@@ -596,18 +638,31 @@ class DeviceCollectives(Collectives):
         local = self._own_slice(flat)
         return Job(partial(self._begin, _native_all_gather, flat, local))
 
-    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float, order: Order | None = None) -> Job:
         """See `Collectives`.
+
+        In an order of the caller's slices travel as they are, and are added up here, after the wait.
 
         A mean is taken by NCCL itself, which divides before it adds: no float16 overflows that would not as a mean,
         and nothing is left to do. NCCL rounds the factor to the tensors' dtype, though: in 16 bits the mean of three
         ranks would be 0.2 % too large. So where that is not exact, and for other multiples, whoever has waited for the
         sum multiplies it, in float32 and on its own stream.
         """
+        if order is not None:
+            assert into is not None
+            return self._sum_in_order(flat, into, factor, order)
         total = self._own_slice(flat) if into is None else into
         op, left = self._operation(flat.dtype, factor)
         run = partial(self._begin, _native_reduce_scatter, total, flat, op=op)
         return Job(run, None if left == 1.0 else partial(total.mul_, left))
+
+    def _sum_in_order(self, flat: Tensor, into: Tensor, factor: float, order: Order) -> Job:
+        arrived = torch.empty_like(flat)
+
+        def add_up() -> None:
+            order.add_up(arrived.chunk(self.size), into.chunk(len(order.results)), factor)
+
+        return Job(partial(self._begin, dist.all_to_all_single, arrived, flat), add_up)
 
     def all_reduce(self, flat: Tensor, factor: float) -> Job:
         """See `Collectives`; one call, for which the library has algorithms of its own."""

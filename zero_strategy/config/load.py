@@ -34,6 +34,7 @@ from zero_strategy.config.schema import (
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
+    ReproducibleConfig,
     UnitsConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -137,6 +138,7 @@ class ZeroSettings(TypedDict, total=False):
     checkpoint: CheckpointConfig | dict[str, Any] | None
     watchdog: WatchdogConfig | dict[str, Any] | str | None
     diagnostics: DiagnosticsConfig | dict[str, Any] | None
+    reproducible: ReproducibleConfig | dict[str, Any] | int | None
     elementwise_optimizers: list[str] | None
     matrix_optimizers: list[str] | None
     matrix_parameters: list[str] | None
@@ -296,9 +298,9 @@ def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> I
         yield from value.settings()
     elif isinstance(value, Mapping):
         yield from _walk(value, section, layer)
-    elif section.scalar and isinstance(value, (str, bool)):
+    elif section.scalar and isinstance(value, _scalar_types(section)):
         yield from _walk({section.scalar: value}, section, layer)
-        if section is OffloadConfig:
+        if section is OffloadConfig and isinstance(value, (str, bool)):
             yield from _offloaded_as(value, layer)
     else:
         # `precision: bf16-mixed` is a value of the framework's key of the same name.
@@ -307,6 +309,13 @@ def _subsection(key: str, value: Any, section: type[Section], layer: Layer) -> I
             raise ValueError(owned)
         names = ", ".join(field.name for field, _ in typed_fields(section))
         raise TypeError(wrong_type(key, value, f"a mapping with keys among {names}", layer.origin))
+
+
+def _scalar_types(section: type[Section]) -> tuple[type, ...]:
+    """Types of a value that stands for a whole section."""
+    # A number alone: YAML's words and truth values are of sections with modes.
+    hint = {field.name: hint for field, hint in typed_fields(section)}[section.scalar]
+    return (int,) if hint is int else (str, bool)
 
 
 def _offloaded_as(value: str | bool, layer: Layer) -> Iterator[tuple[str, Setting]]:

@@ -89,6 +89,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
         config.record("gradient_reduction", reduction, f"derived: stage {config.stage}")
     _resolve_gradients(config)
     _resolve_pipeline(config)
+    _check_slots(config, world_size)
     if config.activation_checkpointing.budget is None:
         origin = "derived: half, or more where units take more even if all are computed again"
         config.activation_checkpointing.record("budget", DEFAULT_BUDGET, origin)
@@ -202,6 +203,46 @@ def _resolve_gradients(config: ZeroConfig) -> None:
         )
 
 
+def _check_slots(config: ZeroConfig, world_size: int) -> None:
+    """Raise if a step of so many slots cannot be computed by these ranks, or not with the same bits."""
+    slots, origin = config.reproducible.slots, config.origin_of("reproducible.slots")
+    if not slots:
+        return
+    ranks = config.mesh.replicate * (config.mesh.shard or 1)
+    if slots % ranks:
+        raise ValueError(
+            f"reproducible.slots is {slots} [{origin}], and {ranks} data-parallel ranks do not divide it; accepted: a "
+            f"multiple of the ranks, such as {-(-slots // ranks) * ranks}, or a number of ranks among "
+            f"{_divisors(slots)}"
+        )
+    pipeline = config.pipeline
+    if pipeline.stages > 1 and pipeline.micro_batches != slots // ranks:
+        raise ValueError(
+            f"reproducible.slots is {slots} [{origin}], and pipeline.micro_batches is {pipeline.micro_batches} "
+            f"[{config.origin_of('pipeline.micro_batches')}]: micro-batches are slots; leave it out, or set it to "
+            f"{slots // ranks}"
+        )
+    for key, wrong, why in (
+        ("mesh.tensor", (config.mesh.tensor or 1) > 1, "parts of a product are summed over these ranks; use stage 3"),
+        ("mesh.sequence", config.mesh.sequence > 1, "attention is summed over these ranks; use stage 3, or tiles"),
+        ("mesh.expert", config.mesh.expert > 1, "tokens of these ranks come together; use stage 3"),
+        (
+            "precision.reduce_dtype",
+            config.precision.reduce_dtype != "float32",
+            "what travels is rounded, and more of it where there are more ranks; use float32",
+        ),
+        (
+            "precision.gradient_dtype",
+            config.precision.gradient_dtype != "float32",
+            "partial sums are rounded where ranks meet; use float32",
+        ),
+        ("uneven_batches", config.uneven_batches != "error", "a step has all of its slots; let the sampler fill them"),
+    ):
+        if wrong:
+            value = config.mesh.tensor if key == "mesh.tensor" else dict(config.settings())[key].value
+            raise ValueError(f"reproducible.slots is {slots} [{origin}], and {key} is {value!r}: {why}")
+
+
 _ALL = 1 << 62
 """Bytes: more than there are."""
 
@@ -211,6 +252,10 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
     if pipeline.chunks is None:
         several = pipeline.stages > 1 and pipeline.schedule in ("interleaved_1f1b", "interleaved_zb", "zbv")
         pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
+    if pipeline.micro_batches is None and config.reproducible.slots and pipeline.stages > 1:
+        ranks = config.mesh.replicate * (config.mesh.shard or 1)
+        each = max(config.reproducible.slots // ranks, 1)
+        pipeline.record("micro_batches", each, "derived: reproducible.slots / data-parallel ranks")
     if pipeline.micro_batches is None:
         pipeline.record("micro_batches", pipeline.stages, "derived: pipeline.stages, the fewest that keep all at work")
     if pipeline.gather_bytes is None:

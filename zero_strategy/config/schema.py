@@ -410,6 +410,23 @@ class WatchdogConfig(Section):
 
 
 @dataclass
+class ReproducibleConfig(Section):
+    """Training whose bits do not depend on the number of ranks, their stage, tiers or pipeline stages."""
+
+    prefix: ClassVar[str] = "reproducible."
+    scalar: ClassVar[str] = "slots"
+
+    slots: int = field(default=0, metadata=at_least(0))
+    """Micro-batches of a step, over all ranks; a multiple of the data-parallel ranks. Samples, random numbers and
+    losses belong to a slot of a step, and gradients are summed over slots in one fixed order, in float32. May be
+    written as ``reproducible: 8``. 0: ranks have samples and random numbers of their own."""
+
+    seed: int | None = field(default=None, metadata=at_least(0))
+    """Of the random numbers of all slots. None: derived from rank 0's generator of torch when the engine is made; a
+    checkpoint's takes its place."""
+
+
+@dataclass
 class DiagnosticsConfig(Section):
     """Record of a run: where the time and the memory of its steps go."""
 
@@ -517,6 +534,9 @@ class ZeroConfig(Section):
 
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     """What is written down of a run."""
+
+    reproducible: ReproducibleConfig = field(default_factory=ReproducibleConfig)
+    """The same bits on any number of ranks."""
 
     elementwise_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so

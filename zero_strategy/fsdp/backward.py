@@ -49,7 +49,7 @@ class Backward:
     def leave(self, number: int, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket, which has begun; few are under way at once where each takes memory."""
         # Before the launch, which empties `live`: sums of earlier backwards count as touched, too, when ranks agree.
-        self.seen[number] |= bucket.own.live
+        self.seen[number] |= bucket.unreduced
         self.left[number] = None
         # The buffer of the oldest goes back with its end; one that stays takes no memory that waiting would free.
         if not bucket.keeps_whole and len(self._in_flight) >= MAX_IN_FLIGHT:

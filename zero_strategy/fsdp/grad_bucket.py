@@ -30,8 +30,10 @@ from zero_strategy.fsdp.grad_view import GradientProxy, GradientViews
 from zero_strategy.fsdp.param_bucket import ParameterBucket
 from zero_strategy.fsdp.reduction_plan import Reduction, SideStream
 from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage
+from zero_strategy.fsdp.slot_sums import SlotExchange, SlotSums
 from zero_strategy.offload.chunk_store import ChunkStore
 from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector
+from zero_strategy.reproducible.slots import SlotCount
 from zero_strategy.runtime.torch_private import grads_of, without_grad
 
 
@@ -46,6 +48,7 @@ class GradientBucket:
         store: Where reduced gradients are kept; None: on the device.
         reuse: Where memory comes from and goes to that lives in a backward only.
         side: Where collectives wait for one another; all buckets of a model share it.
+        slots: The slot at hand, where gradients are summed over slots in a fixed order; None: in that of ranks.
 
     Attributes:
         keeps_whole: Whether the buffer of local sums stays, and `reduced` is a part of it.
@@ -54,6 +57,7 @@ class GradientBucket:
         filled: Indices of parameters whose `p.grad` may have something in it, in a backward that has begun.
         version: Grows with every change of reduced gradients, those apart that `scale` puts off.
         own: Gradients of this rank that are not reduced yet.
+        slots: Partial sums over slots; None: gradients are summed in the order of ranks.
         reduced: The sum of reductions, of what this rank owns.
         shown: What `p.grad` of the parameters shows.
     """
@@ -67,17 +71,20 @@ class GradientBucket:
         store: ChunkStore | None = None,
         reuse: BufferReuse | None = None,
         side: SideStream | None = None,
+        slots: SlotCount | None = None,
     ) -> None:
         assert store is None or not per_step, "whole sums stay on the device"
         self.bucket, self.dtype, self.reduce_dtype = bucket, dtype, reduce_dtype
         owns_all = bucket.owned == slice(0, bucket.layout.numel)
-        self.keeps_whole = per_step and owns_all
+        assert slots is None or dtype == reduce_dtype, "gradients travel as they are summed"
+        self.slots = None if slots is None else SlotSums(bucket, slots, dtype)
+        self.keeps_whole = per_step and owns_all and slots is None
         self.version = 0
         self.live: set[int] = set()
         self.late: dict[int, Tensor] = {}
         self.filled: set[int] = set()
         self.reduced = ReducedSums(bucket, dtype, store)
-        self._reduction: Reduction | None = None
+        self._reduction: Reduction | SlotExchange | None = None
         self._side = side or SideStream()
         self._straight = False  # it writes into the reduced gradients
         # Torch takes a `p.grad` of the parameter's dtype only, and it has to have memory. Norms of some experts'
@@ -92,7 +99,8 @@ class GradientBucket:
 
     def keep_whole(self) -> None:
         """Let local sums wait for a later backward, in a buffer that stays."""
-        if self.keeps_whole:
+        # Those of slots wait apart from each other.
+        if self.keeps_whole or self.slots is not None:
             return
         self.version += 1
         # Before the switch, on which it depends how a reduction ends.
@@ -160,7 +168,7 @@ class GradientBucket:
         else:
             if self.own.whole is None:
                 # Lent memory may change before it is reduced.
-                self.own.hands_over = not lent and self._takes_the_mean()
+                self.own.hands_over = not lent and self._sends_at_once()
             self.own.add(index, gradient, lent=lent)
 
     def admit_late(self) -> None:
@@ -174,11 +182,28 @@ class GradientBucket:
 
     # ---- reduction over ranks ----
 
+    @property
+    def unreduced(self) -> set[int]:
+        """Indices of parameters with gradients of this rank that have not left it."""
+        return self.own.live if self.slots is None else self.own.live | self.slots.waiting
+
+    @without_grad
+    def wait_for_slots(self) -> None:
+        """Let the gradients of this backward's slot wait for those of later ones."""
+        if self.slots is not None and self.own.live:
+            indices = set(self.own.live)
+            self.live |= indices
+            self.slots.keep(self.own.complete(), indices)
+            self.own.drop()  # the buffer is the slot's now
+
     @without_grad
     def launch(self) -> None:
         """Start the reduction; parameters without a local gradient contribute zeros."""
         assert self._reduction is None
         self.version += 1
+        if self.slots is not None:
+            self._launch_slots(self.slots)
+            return
         # A second reduction may find none late here, and fills the buffer, which holds the sum, with zeros.
         self._set_shadow()
         reduce, names = self.bucket.ranks.reduce, self.bucket.names
@@ -201,6 +226,58 @@ class GradientBucket:
             else:
                 work = reduce.reduce_scatter(sent, names, factor, into)
         self._reduction = Reduction(self.bucket, work, sent, total, self._side, divides=divides, everywhere=everywhere)
+
+    def _launch_slots(self, slots: SlotSums) -> None:
+        reduce, names = self.bucket.ranks.reduce, self.bucket.names
+        self._straight = self._takes_the_mean() and slots.goes_straight
+        orders = slots.count.exchanges()
+        if slots.count.places.per_step and slots.count.places.count > 1:
+            self.wait_for_slots()
+            sent = slots.take_waiting()
+        elif (scattered := self.own.scattered()) is not None:
+            self.own.live.clear()
+            into = self.reduced.room().values if self._straight else slots.room(orders[0])
+            factor = slots.factor if self._straight else 1.0
+            work = reduce.reduce_scatter_scattered(scattered, into, names, factor, orders[0])
+            self._reduction = SlotExchange([work], orders, [into], [])
+            return
+        else:
+            sent = [self.own.complete()]
+        results, works = [], []
+        for order, whole in zip(orders, sent, strict=True):
+            results.append(self.reduced.room().values if self._straight else slots.room(order))
+            factor = slots.factor if self._straight else 1.0
+            works.append(reduce.reduce_scatter(whole, names, factor, results[-1], order))
+        self._reduction = SlotExchange(works, orders, results, sent)
+
+    @without_grad
+    def end_slot(self) -> None:
+        """Ranks have agreed that a backward is over; after the last of a step this has the mean over all slots."""
+        slots = self.slots
+        if slots is None:
+            return
+        slots.end_backward()
+        if not slots.count.is_last or slots.empty:
+            return
+        self.version += 1
+        total = slots.total()
+        if total is None:
+            return
+        if not self.bucket.placement.shard_optimizer:
+            whole = total.new_empty(self.bucket.layout.numel)
+            whole[self.bucket.slice].copy_(total)
+            self.bucket.ranks.gather.all_gather(whole, of=self.bucket.names).wait()
+            total = whole
+        self.reduced.add(total, slots.factor)
+        self.reduced.empty = False
+        self._show_all()
+
+    def _sends_at_once(self) -> bool:
+        """True if gradients may be sent from where autograd has put them."""
+        if self.slots is None:
+            return self._takes_the_mean()
+        places = self.slots.count.places
+        return places.count == 1 or not places.per_step
 
     def _takes_the_mean(self) -> bool:
         """True if the reduction's result is all of the reduced gradients, so that it can be written there at once."""
@@ -226,6 +303,15 @@ class GradientBucket:
         self.version += 1
         # Before the wait: a reduction that failed is not to be waited for again by `clear`.
         (done, self._reduction) = (self._reduction, None)
+        if isinstance(done, SlotExchange):
+            assert self.slots is not None
+            if self._straight:
+                done.wait()
+                self.reduced.empty = False
+            else:
+                done.arrive(self.slots)
+            self.own.give_back()
+            return
         done.wait()
         if self.keeps_whole:
             self._keep_whole(done.sent)
@@ -276,6 +362,8 @@ class GradientBucket:
     def _forget_sums(self) -> None:
         """No reduced sum is of use any more."""
         self.version += 1
+        if self.slots is not None:
+            self.slots.clear()
         # Its memory is the forward's until gradients are reduced again; what somebody has kept of a p.grad is his.
         unused = self.bucket.placement.shard_parameters or self._shows_gradient
         self.reduced.forget(keep=self.keeps_whole or not unused)
@@ -303,7 +391,8 @@ class GradientBucket:
     def handle(self, index: int) -> Tensor:
         """The `p.grad` of a parameter that holds a gradient."""
         # While a part of the sum is set aside no memory holds all of it.
-        if self._shows_gradient and self.reduced.earlier is None:
+        complete = self.slots is None or not self.reduced.empty
+        if self._shows_gradient and complete and self.reduced.earlier is None:
             whole = self.own.whole if self.keeps_whole else self.reduced.tensor
             if whole is not None:
                 return self.shown.itself(index, whole)
@@ -323,7 +412,7 @@ class GradientBucket:
         """
         if self.live and not any(map(is_not, shown, repeat(None))):
             self._forget_sums()
-            if self.own.live or self.shown.any_written():
+            if self.unreduced or self.shown.any_written():
                 for index in list(self.live):
                     self._forget(index)
             else:  # as in most steps, and in a few calls
@@ -369,6 +458,8 @@ class GradientBucket:
 
     def _drop(self, index: int) -> None:
         self._forget(index)
+        if self.slots is not None:
+            self.slots.zero(index)
         if not self.live:
             self.reduced.mark_empty()
         # The sum of the others stays, and what is added to it later has to find zeros here.
@@ -385,6 +476,8 @@ class GradientBucket:
 
     def _zero(self, index: int) -> None:
         self._factors.drop(index)
+        if self.slots is not None:
+            self.slots.zero(index)
         self.own.zero(index)
         self._change(index, Tensor.zero_)
 
@@ -424,6 +517,7 @@ class GradientBucket:
 
     def reduced_part(self, index: int) -> Tensor | None:
         """This rank's part of a reduced gradient, flat; None if it owns none of it. Not to be written to."""
+        self._check_slots(index, "read")
         self._factors.carry_out()
         parts = [part.to(self.bucket.device) for part in self.reduced.parts(index)]
         return sum(parts[1:], parts[0]) if parts else None
@@ -436,8 +530,17 @@ class GradientBucket:
             index: Of the parameter.
             how: Takes a few elements, flat.
         """
+        self._check_slots(index, "changed")
         self._factors.carry_out()
         self._change(index, how)
+
+    def _check_slots(self, index: int, what: str) -> None:
+        if self.slots is not None and not self.slots.empty:
+            raise RuntimeError(
+                f"the gradient of parameter {self.bucket.names[index]!r} is {what} after "
+                f"{self.slots.count.micro} of {self.slots.count.places.count} micro-batches: with reproducible.slots it "
+                "is whole after the last one of a step"
+            )
 
     def _change(self, index: int, how: Callable[[Tensor], object]) -> None:
         self.version += 1
@@ -485,9 +588,11 @@ class GradientBucket:
         """Every tensor with memory of its own, with its category in the ledger."""
         for own in self.own.held():
             yield "gradients" if self.keeps_whole else "gradient buckets", own
-        sent = None if self._reduction is None else self._reduction.sent
-        if sent is not None and sent is not self.own.whole:
-            yield "gradient buckets", sent
+        for sent in () if self._reduction is None else self._reduction.reads:
+            if sent is not self.own.whole:
+                yield "gradient buckets", sent
+        for partial_sum in () if self.slots is None else self.slots.held():
+            yield "gradient buckets", partial_sum
         if self.reduced.sum is not None and not self.keeps_whole:
             for values in self.reduced.sum.held():
                 yield "gradients", values

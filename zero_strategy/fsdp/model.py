@@ -57,6 +57,7 @@ from zero_strategy.fsdp.reduce import GradientReducer, StepAgreement, undivided
 from zero_strategy.fsdp.reduction_plan import SideStream, Watcher
 from zero_strategy.fsdp.shard_storage import GRADIENTS, IN_BACKWARD, MASTERS, OPTIMIZER, PARAMETERS, Move, MovedStates
 from zero_strategy.fsdp.skipped_layers import SkippedLayers
+from zero_strategy.fsdp.slot_sums import slots_of_rank
 from zero_strategy.fsdp.state_bits import block_of
 from zero_strategy.fsdp.unit import Unit
 from zero_strategy.fsdp.unshard import Unsharder
@@ -133,6 +134,7 @@ class ShardedModel:
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
         experts: Layers of experts that ranks divide.
         engine: The engine that this is of; None: there is none, or it has let the module go.
+        slots: The slot at hand (`reproducible.slots`); None: gradients are summed in the order of ranks.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class ShardedModel:
 
         # Gradients: one bucket for each of parameters; memory that lives in a backward only goes from one to the next.
         per_step = config.gradient_reduction == "per_step"
+        self.slots = slots_of_rank(config, mesh)
         reuse, side = BufferReuse(), SideStream()
         self.gradients = [self._gradient_bucket(bucket, per_step, reuse, side) for bucket in self.buckets]
         self._gradient_of = dict(zip(map(id, self.buckets), self.gradients, strict=True))
@@ -256,6 +259,7 @@ class ShardedModel:
             check_states=partial(self.moved.check, kinds=IN_BACKWARD),
             divisor=divisor,
             buffers=self.shared_buffers,
+            slots=self.slots,
         )
         self.guards = ModuleGuards(self)
         self._watching = module.register_forward_pre_hook(Watcher(self.reducer, self.moved, self.quantised))
@@ -501,7 +505,7 @@ class ShardedModel:
         self, bucket: ParameterBucket, per_step: bool, reuse: BufferReuse, side: SideStream
     ) -> GradientBucket:
         dtypes = gradient_dtypes(bucket.dtype, self.config.precision)
-        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse, side)
+        return GradientBucket(bucket, *dtypes, per_step, self._gradient_store, reuse, side, self.slots)
 
     def part_of(self, parameter: nn.Parameter) -> TensorPart:
         """This rank's part of a parameter, with the shape of the whole."""

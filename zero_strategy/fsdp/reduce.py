@@ -35,6 +35,7 @@ from zero_strategy.fsdp.reduction_plan import Agreement, ParameterHook, Reductio
 from zero_strategy.fsdp.released import trained
 from zero_strategy.fsdp.unshard import Unsharder
 from zero_strategy.quantized.scales import keeps_dtype
+from zero_strategy.reproducible.slots import SlotCount
 from zero_strategy.runtime.torch_private import in_backward, when_backward_ends
 
 
@@ -45,6 +46,10 @@ def _no_flags() -> int:
 def undivided() -> int:
     """A divisor that leaves gradients as they are."""
     return 1
+
+
+def _nothing() -> None:
+    pass
 
 
 def _same_rules(compared: bool) -> None:
@@ -82,6 +87,7 @@ class GradientReducer:
         reduction_begins: Called when a backward begins that will reduce gradients.
         divisor: Asked when a backward begins: by what its gradients are to be divided.
         buffers: Those of the module, which ranks keep equal; None: each has its own.
+        slots: The slot at hand, where a step is a number of slots; it says which backward ends a step.
     """
 
     def __init__(
@@ -98,7 +104,11 @@ class GradientReducer:
         reduction_begins: Callable[[], None],
         divisor: Callable[[], int] = undivided,
         buffers: SharedBuffers | None = None,
+        slots: SlotCount | None = None,
     ) -> None:
+        self.slots = slots
+        self._slot_begins: Callable[[], object] = _nothing
+        self._slot_ends: Callable[[], object] = _nothing
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._buffers = buffers
         self._reuse = reuse
@@ -184,6 +194,10 @@ class GradientReducer:
                 if any(parameter.requires_grad for parameter in parameters.parameters):
                     parameters.make_master()
 
+    def follow_slots(self, begins: Callable[[], object], ends: Callable[[], object]) -> None:
+        """Call these when a forward begins that trains, and when the backward of a slot is over."""
+        self._slot_begins, self._slot_ends = begins, ends
+
     def unhook(self) -> None:
         """Let go of the parameters and the buckets."""
         for hook in self._hooks:
@@ -195,8 +209,11 @@ class GradientReducer:
         self.buckets, self._numbers = [], {}
         self.plan, self._backward = ReductionPlan([]), Backward(0)
 
-    def before_forward(self) -> None:
-        """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart."""
+    def before_forward(self, *, trains: bool = True) -> None:
+        """Look for unfrozen parameters, gradients that were removed, and a backward that an exception tore apart.
+
+        `trains`: The forward is one of a micro-batch, as far as can be told.
+        """
         # A forward inside of a backward is a checkpoint's recomputation: nothing is torn apart.
         if self._backward.running and not in_backward():
             warnings.warn("an earlier backward did not finish: gradients since the last step are dropped", stacklevel=2)
@@ -205,6 +222,8 @@ class GradientReducer:
         if not self._backward.running:
             for bucket in self.buckets:
                 bucket.sync_removed()
+            if trains:
+                self._slot_begins()
         self.make_masters()
 
     # ---- during backward ----
@@ -242,7 +261,13 @@ class GradientReducer:
             return
         if backward.divide_by != 1:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
-        reduces = self._sync or not self.per_step
+        reduces = self._reduces
+        if self.slots is not None and number in backward.left and index in backward.seen[number]:
+            raise RuntimeError(
+                f"the gradient of parameter {bucket.bucket.names[index]!r} comes in two parts in one backward, as with "
+                "re-entrant checkpoints that share it: with reproducible.slots the order of their sum would depend on "
+                "the ranks. Use torch.utils.checkpoint with use_reentrant=False, or activation_checkpointing"
+            )
         if not reduces:
             # Its sums wait for a later backward, from here on in a buffer that stays.
             bucket.keep_whole()
@@ -300,6 +325,10 @@ class GradientReducer:
             # Before a bucket begins: that takes in what the user did to `p.grad`, which followers have to do as well.
             self._announce("backward", self.shown())
         divide_by, continues = self._divisor(), self._joined and self._began
+        if self.slots is not None and not continues:
+            divide_by = 1  # the mean is taken of the whole sum
+            held = (bucket.live or bucket.unreduced for bucket in self.buckets)
+            self.slots.begin(dropped=not any(held))
         if not continues:
             self._backward = Backward(len(self.buckets))
         # At once: what is interrupted from here on is a backward that did not end.
@@ -323,6 +352,8 @@ class GradientReducer:
 
     @property
     def _reduces(self) -> bool:
+        if self.slots is not None:  # whatever `no_sync` says
+            return self.slots.is_last or not self.per_step
         return self._sync or not self.per_step
 
     def _launch_full(self) -> None:
@@ -362,6 +393,10 @@ class GradientReducer:
             self._reuse.close()
             for number in self._backward.begun:
                 self.buckets[number].own.copy_waiting()
+                self.buckets[number].wait_for_slots()
+        if self.slots is not None:
+            self.slots.micro += 1
+            self._slot_ends()
 
     # ---- the end of a backward, or of a step ----
 
@@ -404,7 +439,7 @@ class GradientReducer:
     def _begin_accumulated(self) -> None:
         """Begin the reduction of buckets with local sums of earlier micro-batches, which `no_sync` did not reduce."""
         for number, bucket in enumerate(self.buckets):
-            if bucket.own.live:
+            if bucket.unreduced:
                 self._backward.begin(number, bucket)
 
     def shown(self) -> list[list[bool | Tensor | None]]:
@@ -440,11 +475,11 @@ class GradientReducer:
         backward = self._backward
         # What a bucket sent when it left is no local sum any more: `seen` still has it.
         touched = [
-            bucket.own.live | bucket.late.keys() | (backward.seen[number] if number in backward.left else set())
+            bucket.unreduced | bucket.late.keys() | (backward.seen[number] if number in backward.left else set())
             for number, bucket in enumerate(self.buckets)
         ]
         late = [
-            number in backward.left and bool(bucket.late or bucket.own.live)
+            number in backward.left and bool(bucket.late or bucket.unreduced)
             for number, bucket in enumerate(self.buckets)
         ]
         rules = self._agreement.rules() if compares else 0
@@ -467,6 +502,7 @@ class GradientReducer:
         for number, indices in enumerate(agreed.touched):
             bucket = self.buckets[number]
             bucket.finish()
+            bucket.end_slot()
             bucket.hold(indices, shown=backward.seen[number])
         if self._buffers is not None:
             self._buffers.share(messages[:, length:])
@@ -504,6 +540,8 @@ class GradientReducer:
             RuntimeError: If the last backward did not finish.
         """
         self.check_whole()
+        if self.slots is not None and any(bucket.slots and not bucket.slots.empty for bucket in self.buckets):
+            self.slots.check_complete("gradients are asked for")
         for bucket in self.buckets:
             bucket.finish()
             bucket.sync_handles()

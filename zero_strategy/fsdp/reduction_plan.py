@@ -215,6 +215,11 @@ class Reduction:
         self._scaled = (sent if spreads else total) if copies and divides else None
         self._factor = 1.0 / ranks.world_size
 
+    @property
+    def reads(self) -> list[Tensor]:
+        """Memory that is in use until it is over."""
+        return [] if self.sent is None else [self.sent]
+
     def wait(self) -> None:
         """Until it is over (on a GPU: until the current stream will see it)."""
         self._last.wait()
@@ -226,7 +231,7 @@ class Reduction:
 class HookedReducer(Protocol):
     """Calls of the hooks; see `GradientReducer`."""
 
-    def before_forward(self) -> None: ...
+    def before_forward(self, *, trains: bool = True) -> None: ...
 
     def before_gradient(self, hook: ParameterHook) -> None: ...
 
@@ -249,7 +254,7 @@ class Watcher(EphemeralHook):
         self.moved.check("a forward", (PARAMETERS,))
         self.quantised.check()
         if torch.is_grad_enabled():
-            self.reducer.before_forward()
+            self.reducer.before_forward(trains=module.training)
 
 
 class ParameterHook:

@@ -1,0 +1,177 @@
+"""A step as slots, from an engine's point of view: its micro-batches, their random numbers, what a checkpoint says.
+
+Where `reproducible.slots` is 0 a step is whatever the caller makes of it, and all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.checkpoint.preemption import StepWatch
+from zero_strategy.comm.mesh import Mesh
+from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.reproducible.slot_tree import children
+from zero_strategy.reproducible.slots import SlotCount
+from zero_strategy.reproducible.streams import SlotStreams
+
+SEED, SLOTS = "reproducible_seed", "reproducible_slots"
+"""Counters of a checkpoint."""
+
+
+class SlotSteps:
+    """Slots of the steps of one engine.
+
+    Args:
+        model: What it trains.
+        config: Its resolved settings.
+        steps: Its count of steps.
+
+    Attributes:
+        slots: Of a step; 0: it is no number of slots.
+    """
+
+    def __init__(self, model: ShardedModel, config: ZeroConfig, steps: StepWatch) -> None:
+        self._model, self._steps = model, steps
+        self._count, self.slots = model.slots, config.reproducible.slots
+        self._streams: SlotStreams | None = None
+        if self._count is not None:
+            _refuse(model.module, config, model.device)
+            wanted = torch.initial_seed() if config.reproducible.seed is None else config.reproducible.seed
+            seed = int(model.mesh.world_group.control.all_gather_objects(wanted)[0])
+            self._streams = SlotStreams(seed, self._count, lambda: steps.taken + steps.skipped)
+            model.reducer.follow_slots(self._streams.begin, self._streams.end)
+            steps.beside = self
+
+    @property
+    def own(self) -> list[int]:
+        """This rank's slots of a step, in the order in which it computes them."""
+        return [] if self._count is None else self._count.own
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of each rank in a step.
+
+        Raises:
+            ValueError: If a step is no number of slots.
+        """
+        return self._asked().places.count
+
+    @property
+    def slot(self) -> int:
+        """The slot of the micro-batch at hand."""
+        return self._asked().slot
+
+    @property
+    def complete(self) -> bool:
+        """True if all micro-batches of the step are done, so that the optimizer's step is due."""
+        return self._asked().complete
+
+    @property
+    def seed(self) -> int:
+        """Of the random numbers of all slots."""
+        self._asked()
+        assert self._streams is not None
+        return self._streams.seed
+
+    def _asked(self) -> SlotCount:
+        if self._count is None:
+            raise ValueError("reproducible.slots is 0: a step has no slots; set it to a multiple of the ranks")
+        return self._count
+
+    def begin(self) -> None:
+        """A micro-batch begins, if it has not; see `SlotStreams.begin`."""
+        if self._streams is not None:
+            self._streams.begin()
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[int]:
+        """One micro-batch, from its first random number to its last backward; gives its slot."""
+        slot = self._asked().slot
+        self.begin()
+        with self._model.reducer.joined():
+            yield slot
+
+    def step_over(self) -> None:
+        """An optimizer has taken its step, or declined to."""
+        if self._count is not None and self._streams is not None:
+            if self._count.complete:
+                self._count.micro = 0
+            self._streams.end()
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """See `SlotStreams.generator`."""
+        self._asked()
+        assert self._streams is not None
+        return self._streams.generator(name, device)
+
+    def mean(self, values: Sequence[Tensor | float]) -> Tensor:
+        """The mean over all slots of a step, in float64, by the tree of gradients. A collective.
+
+        Args:
+            values: This rank's, one for each of its slots, in its order; 0-d.
+        """
+        count = self._asked()
+        if len(values) != count.places.count:
+            raise ValueError(f"mean() takes {count.places.count} values, one of each own slot, not {len(values)}")
+        pairs = [[float(slot), float(value)] for slot, value in zip(self.own, values, strict=True)]
+        own = torch.tensor(pairs, dtype=torch.float64)
+        everyone = torch.cat(self._model.mesh.control.all_gather_small(own, "values of slots"))
+        found = {int(slot): value for slot, value in everyone}
+        return _tree_sum(found, (0, self.slots)) / self.slots
+
+    # ---- checkpoints ----
+
+    def counters(self) -> dict[str, int]:
+        """For the manifest."""
+        return {} if self._streams is None else {SEED: self._streams.seed, SLOTS: self.slots}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on with the random streams of a checkpoint."""
+        if self._count is None or self._streams is None:
+            return
+        if counters.get(SEED) is not None:
+            self._streams.seed = int(counters[SEED])
+        if (before := counters.get(SLOTS)) is not None and before != self.slots:
+            warnings.warn(
+                f"reproducible.slots is {self.slots}, and the checkpoint's run had {before}: training goes on, and not "
+                f"in the bits of that run; set reproducible.slots: {before} for these",
+                stacklevel=2,
+            )
+        self._count.micro = 0
+        self._streams.end()
+
+
+def _tree_sum(values: Mapping[int, Tensor], node: tuple[int, int]) -> Tensor:
+    if node[1] - node[0] == 1:
+        return values[node[0]]
+    left, right = children(node)
+    return _tree_sum(values, left) + _tree_sum(values, right)
+
+
+def _refuse(module: nn.Module, config: ZeroConfig, device: torch.device) -> None:
+    """Raise for what a rank's own slots would leave in the model, or what has no order of its own.
+
+    Raises:
+        ValueError: Naming the module and the way out.
+    """
+    slots = config.reproducible.slots
+    if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"reproducible.slots is {slots}, and {device} may add numbers up in any order (atomics): call "
+            "torch.use_deterministic_algorithms(True), or train with Trainer(deterministic=True)"
+        )
+    for name, child in module.named_modules():
+        tracks = getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None
+        if tracks or isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"reproducible.slots is {slots}, and {name!r} is a {type(child).__name__}: its running statistics, or "
+                "those of a batch over all ranks, depend on the slots that a rank has computed. Use GroupNorm or "
+                "LayerNorm, or track_running_stats=False"
+            )

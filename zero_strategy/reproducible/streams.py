@@ -1,0 +1,69 @@
+"""Random numbers of a slot: they belong to it and its step, whichever rank computes it.
+
+When a micro-batch begins, torch's generators, Python's and NumPy's legacy one are seeded from SHA-256 of the run's seed,
+the step and the slot. What is drawn until its backward is over (dropout, noise, a loss's samples) is then the slot's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from zero_strategy.reproducible.slots import SlotCount
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits from numbers and names: the first eight bytes of SHA-256 of them, in one line."""
+    text = " ".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators on all devices, Python's `random`, and NumPy's legacy generator."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # NumPy takes 32 bits.
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+class SlotStreams:
+    """Random streams of the slots of one training.
+
+    Args:
+        seed: Of the run, the same on all ranks.
+        count: The slot at hand.
+        step: Number of the step at hand.
+
+    Attributes:
+        seed: As above; a checkpoint's may take its place.
+    """
+
+    def __init__(self, seed: int, count: SlotCount, step: Callable[[], int]) -> None:
+        self.seed, self._count, self._step = seed, count, step
+        self._begun = False
+        self._generators: dict[str, torch.Generator] = {}
+
+    def begin(self) -> None:
+        """A micro-batch begins, if it has not begun yet: whatever was drawn before, its numbers are its own."""
+        if self._begun:
+            return
+        self._begun = True
+        step, slot = self._step(), self._count.slot
+        seed_generators(seed_of(self.seed, step, slot))
+        for name, generator in self._generators.items():
+            generator.manual_seed(seed_of(self.seed, step, slot, name))
+
+    def end(self) -> None:
+        """A micro-batch is over, or a step, or another training has been loaded."""
+        self._begun = False
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A generator of one's own that is seeded with each micro-batch; the same object for the same name."""
+        if name not in self._generators:
+            self._generators[name] = torch.Generator(device)
+            self._generators[name].manual_seed(seed_of(self.seed, self._step(), self._count.slot, name))
+        return self._generators[name]
