@@ -6,7 +6,7 @@ Where `reproducible.slots` is 0 a step is whatever the caller makes of it, and a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_strategy.checkpoint.preemption import StepWatch
-from zero_strategy.comm.mesh import Mesh
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.reproducible.samples import SlotSampler
 from zero_strategy.reproducible.slot_tree import children
 from zero_strategy.reproducible.slots import SlotCount
 from zero_strategy.reproducible.streams import SlotStreams
@@ -125,6 +125,13 @@ class SlotSteps:
         everyone = torch.cat(self._model.mesh.control.all_gather_small(own, "values of slots"))
         found = {int(slot): value for slot, value in everyone}
         return _tree_sum(found, (0, self.slots)) / self.slots
+
+    def sampler(
+        self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> SlotSampler:
+        """Samples of this rank's slots, for `DataLoader(dataset, batch_size, sampler=...)`; see `SlotSampler`."""
+        self._asked()
+        return SlotSampler(dataset, self.slots, self.own, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     # ---- checkpoints ----
 

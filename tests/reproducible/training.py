@@ -1,4 +1,4 @@
-"""A small training with dropout in slots: by engines of any kind, and by one plain process with the same order of sums."""
+"""A small training with dropout in slots, by engines of any kind, and by one plain process with the same sums."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.optim.muon import MuonAdamW, split_matrices
 from zero_strategy.reproducible.slot_tree import children
 from zero_strategy.reproducible.streams import seed_generators, seed_of
 
@@ -25,7 +26,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,9 +109,7 @@ class Result:
 
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "MuonAdamW":
-        from zero_strategy.optim.muon import MuonAdamW
-
-        return MuonAdamW(model, lr=1e-2)
+        return MuonAdamW(split_matrices(model), muon={"lr": 0.02}, adamw={"lr": 0.01})
     kind = getattr(torch.optim, case.optimizer)
     return kind(model.parameters(), lr=1e-2, **case.settings)
 
@@ -131,7 +132,7 @@ def train(case: Case, *, gradients: bool = False) -> Result:
                     loss.backward()
                     own[slot] = float(loss.detach())
             everyone = engine.mesh.control.all_gather_objects(own)
-            losses.append({slot: value for one in everyone for slot, value in one.items()})
+            losses.append(dict(sorted((slot, value) for one in everyone for slot, value in one.items())))
             if gradients and step == 0:
                 seen = {name: torch.clone(p.grad) for name, p in model.named_parameters() if p.grad is not None}
             if case.clip is not None:

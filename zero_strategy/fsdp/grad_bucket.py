@@ -536,10 +536,10 @@ class GradientBucket:
 
     def _check_slots(self, index: int, what: str) -> None:
         if self.slots is not None and not self.slots.empty:
+            done, wanted = self.slots.count.micro, self.slots.count.places.count
             raise RuntimeError(
-                f"the gradient of parameter {self.bucket.names[index]!r} is {what} after "
-                f"{self.slots.count.micro} of {self.slots.count.places.count} micro-batches: with reproducible.slots it "
-                "is whole after the last one of a step"
+                f"the gradient of parameter {self.bucket.names[index]!r} is {what} after {done} of {wanted} "
+                "micro-batches: with reproducible.slots it is whole after the last one of a step"
             )
 
     def _change(self, index: int, how: Callable[[Tensor], object]) -> None:

@@ -131,7 +131,9 @@ class SlotSums:
         for turn, order in enumerate(self.count.places.across()):
             row = rows[turn] if turn < len(rows) else like
             sent = torch.zeros_like(like) if row is None else row
-            parts = torch.empty(len(order.results) * (sent.numel() // replicas.size), dtype=sent.dtype, device=sent.device)
+            parts = torch.empty(
+                len(order.results) * (sent.numel() // replicas.size), dtype=sent.dtype, device=sent.device
+            )
             replicas.reduce_scatter(sent, names, 1.0, parts, order).wait()
             for node, values in zip(order.results, parts.chunk(len(order.results)), strict=True):
                 sums.put(node, values)

@@ -8,8 +8,8 @@ largest power of two of slots that leaves the right one any:
             [0, 4) [4, 8)   [8, 10) [10, 12)      ...
 
 A node is a range of slots. A rank that has all slots of a node adds them up by itself, and only the node's value
-travels; so the bits of the whole sum depend on S alone. What a rank's slots amount to is a list of nodes (`cover`): one,
-where ranks take powers of two of them.
+travels; so the bits of the whole sum depend on S alone. What a rank's slots amount to is a list of nodes (`cover`):
+one, where ranks take powers of two of them.
 
 Pure arithmetic; `NodeSums` holds tensors, and knows no ranks.
 """
