@@ -411,6 +411,7 @@ class ZeroEngine:
         Raises:
             ValueError: If no token of any rank counts.
         """
+        self.slots.refuse("token_mean() takes the mean over the tokens of the ranks that compute at the same time")
         return token_mean(self.mesh.control, total, count)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -470,6 +471,7 @@ class ZeroEngine:
         Raises:
             ValueError: If the parameter is not the module's, is frozen, or has another shape.
         """
+        self.slots.refuse("add_gradient() adds a gradient of each rank")
         self.model.moved.check("add_gradient()")
         self.model.reducer.add(parameter, gradient)
 

@@ -85,6 +85,18 @@ class SlotSteps:
             raise ValueError("reproducible.slots is 0: a step has no slots; set it to a multiple of the ranks")
         return self._count
 
+    def refuse(self, what: str) -> None:
+        """Raise if a step has slots, for what depends on the ranks.
+
+        Raises:
+            RuntimeError: Naming the way out.
+        """
+        if self._count is not None:
+            raise RuntimeError(
+                f"{what}, and reproducible.slots is {self.slots}: the result would depend on their number. Divide the "
+                "loss of a slot by a number of its own, or by one of the whole step that all ranks know"
+            )
+
     def begin(self) -> None:
         """A micro-batch begins, if it has not; see `SlotStreams.begin`."""
         if self._streams is not None:

@@ -62,3 +62,50 @@ def test_weights_and_states_are_the_same_bits_on_any_ranks(ranks: Launcher, opti
     cases[4].append(Case({"stage": 0, "mesh": {"replicate": 2}}, optimizer=optimizer))
     cases[4].append(Case({"stage": 1, "mesh": {"replicate": 2}}, optimizer=optimizer))
     _one_digest(ranks, cases)
+
+
+def _tiers(folder: str) -> list[dict[str, Any]]:
+    return [
+        {"stage": 1, "offload": {"optimizer": "cpu"}},
+        {"stage": 2, "offload": {"optimizer": "cpu"}},
+        {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+        {"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": [folder], "probe_seconds": 0.0}},
+        {
+            "stage": 3,
+            "offload": {"optimizer": "nvme", "parameters": "nvme", "nvme_path": [folder], "probe_seconds": 0.0},
+        },
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "MuonAdamW"])
+def test_tiers_have_the_same_bits_in_slots(ranks: Launcher, tmp_path: Any, optimizer: str) -> None:
+    cases = {}
+    for world in (1, 2, 3):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        cases[world] = [Case(config, optimizer=optimizer) for config in _tiers(str(folder))]
+    cases[2].append(Case({"stage": 3}, optimizer=optimizer))
+    _one_digest(ranks, cases)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": torch.bfloat16},
+        {"config": {"activation_checkpointing": "full"}},
+        {"config": {"optimizer": {"state_bits": 8}}},
+        {"config": {"communication": {"parameters": "delta"}, "stage": 2}},
+        {"config": {"reshard_after_backward": False}},
+        {"optimizer": "SGD", "settings": {"momentum": 0.9}},
+        {"optimizer": "Adagrad"},
+        {"optimizer": "RMSprop"},
+    ],
+    ids=str,
+)
+def test_settings_keep_the_same_bits_in_slots(ranks: Launcher, settings: dict[str, Any]) -> None:
+    own = dict(settings)
+    config = {"stage": 3, **own.pop("config", {})}
+    cases = {world: [Case(config, slots=4, **own)] for world in (1, 2, 4)}
+    if "communication" not in config:
+        cases[2].append(Case({**config, "stage": 1, "reshard_after_backward": True}, slots=4, **own))
+    _one_digest(ranks, cases)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from zero_strategy.fsdp.captured_units import warn_of_captures
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.optim.muon import tell_shared_buckets
-from zero_strategy.optim.optimizer_checks import check_all_held, check_twice
+from zero_strategy.optim.optimizer_checks import check_all_held, check_order_of_sums, check_twice
 from zero_strategy.optim.sharded_optimizer import ShardedOptimizer
 from zero_strategy.optim.step_hooks import Hook, StepHooks
 from zero_strategy.quantized.wrapped import leave_wrapped
@@ -50,6 +50,8 @@ class AttachedOptimizers:
             if any(sharded.optimizer is optimizer for sharded in self._attached):
                 continue
             leave_wrapped(optimizer.param_groups)
+            if self._model.slots is not None:
+                check_order_of_sums(optimizer)
             # Before room in the tier is made for it.
             if self._model.optimizer_store is not None:
                 check_twice([*(sharded.optimizer for sharded in self._attached), optimizer], self._model.names())

@@ -29,9 +29,13 @@ class MuonStep(ElementwiseStep):
 
     @classmethod
     def takes(cls, optimizer: Optimizer, model: ShardedModel) -> bool:
-        """True for Muon on matrices that are divided, unless the layout keeps each on one rank."""
+        """True for Muon on matrices that are divided, unless the layout keeps each on one rank.
+
+        In slots (`reproducible`) so are those of stage 0, since torch's own arithmetic rounds otherwise.
+        """
         whole = is_matrix_optimizer(optimizer, model.config.matrix_optimizers)
-        return bool(muon_groups(optimizer)) and model.placement.shard_optimizer and not whole
+        own = model.placement.shard_optimizer or model.slots is not None
+        return bool(muon_groups(optimizer)) and own and not whole
 
     def _check_kind(self) -> None:
         """Do nothing: what is not in Muon's groups is AdamW's."""

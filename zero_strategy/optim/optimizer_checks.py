@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.optim.fused import FusedOptimizer
+from zero_strategy.optim.fused import FusedLamb, FusedOptimizer
 
 ELEMENTWISE = (
     "ASGD",
@@ -48,6 +48,21 @@ _REASONS = {
     "LARS": "its trust ratio needs the norm of each full parameter",
     "Shampoo": "it preconditions whole matrices",
 }
+
+
+def check_order_of_sums(optimizer: Optimizer) -> None:
+    """Raise if an optimizer sums over elements in an order that follows from their division (`reproducible.slots`).
+
+    Raises:
+        ValueError: Naming it and the way out.
+    """
+    if isinstance(optimizer, (FusedLamb, torch.optim.LBFGS)):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} adds up norms or products over all elements, part by part of each rank, and with "
+            "reproducible.slots bits may not depend on the parts: use an elementwise optimizer (AdamW, SGD, Lion, ...) "
+            "or Muon"
+        )
 
 
 def is_elementwise(optimizer: Optimizer, asserted: Sequence[str] = ()) -> bool:

@@ -1,7 +1,8 @@
 """Random numbers of a slot: they belong to it and its step, whichever rank computes it.
 
 When a micro-batch begins, torch's generators, Python's and NumPy's legacy one are seeded from SHA-256 of the run's
-seed, the step and the slot. What is drawn until its backward is over (dropout, noise, a loss's samples) is then the slot's.
+seed, the step and the slot. What is drawn until its backward is over (dropout, noise, a loss's samples) is then the
+slot's.
 """
 
 from __future__ import annotations
