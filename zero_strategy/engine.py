@@ -453,6 +453,7 @@ class ZeroEngine:
             loss: The loss, not scaled, 0-d.
             weight: The factor that it was multiplied by already, such as 1 / micro-batches.
         """
+        self.slots.note_loss(loss.detach() / weight)
         if self.observed.hears_marks:
             self.observed.mark("loss", loss.detach() / weight)
 

@@ -21,7 +21,7 @@ from zero_strategy.reproducible.slot_tree import children
 from zero_strategy.reproducible.slots import SlotCount
 from zero_strategy.reproducible.streams import SlotStreams
 
-SEED, SLOTS = "reproducible_seed", "reproducible_slots"
+SEED, SLOTS, MICRO = "reproducible_seed", "reproducible_slots", "reproducible_micro_batches"
 """Counters of a checkpoint."""
 
 
@@ -41,6 +41,8 @@ class SlotSteps:
         self._model, self._steps = model, steps
         self._count, self.slots = model.slots, config.reproducible.slots
         self._streams: SlotStreams | None = None
+        self._losses: dict[int, Tensor] = {}
+        self._last_losses: dict[int, Tensor] = {}
         if self._count is not None:
             _refuse(model.module, config, model.device)
             wanted = torch.initial_seed() if config.reproducible.seed is None else config.reproducible.seed
@@ -115,6 +117,7 @@ class SlotSteps:
         if self._count is not None and self._streams is not None:
             if self._count.complete:
                 self._count.micro = 0
+            self._last_losses, self._losses = self._losses, {}
             self._streams.end()
 
     def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -138,6 +141,18 @@ class SlotSteps:
         found = {int(slot): value for slot, value in everyone}
         return _tree_sum(found, (0, self.slots)) / self.slots
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep the loss of the micro-batch at hand, or a part of it, until the step is over; 0-d."""
+        if self._count is not None:
+            known = self._losses.get(self._count.micro)
+            self._losses[self._count.micro] = loss if known is None else known + loss
+
+    def step_loss(self) -> Tensor | None:
+        """The mean loss over all slots of the last step, float64; None: not all were noted. A collective."""
+        if len(self._last_losses) != self.count:
+            return None
+        return self.mean([self._last_losses[micro] for micro in range(self.count)])
+
     def sampler(
         self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> SlotSampler:
@@ -149,7 +164,7 @@ class SlotSteps:
 
     def counters(self) -> dict[str, int]:
         """For the manifest."""
-        return {} if self._streams is None else {SEED: self._streams.seed, SLOTS: self.slots}
+        return {} if self._streams is None else {SEED: self._streams.seed, SLOTS: self.slots, MICRO: self.count}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on with the random streams of a checkpoint."""

@@ -71,7 +71,7 @@ class SlotSampler(Sampler[int]):
     ) -> None:
         size = dataset if isinstance(dataset, int) else len(dataset)
         self.slots, self.own, self.batch_size = slots, list(own), batch_size
-        self.shuffle, self.seed, self.drop_last, self.epoch, self.start_step = shuffle, seed, drop_last, 0, 0
+        self.shuffle, self.seed, self.drop_last, self.epoch, self._start = shuffle, seed, drop_last, 0, 0
         self._size, step = size, slots * batch_size
         if size < 1 or (drop_last and size < step):
             raise ValueError(
@@ -81,17 +81,18 @@ class SlotSampler(Sampler[int]):
         self.steps = size // step if drop_last else -(-size // step)
 
     def __len__(self) -> int:
-        return (self.steps - self.start_step) * len(self.own) * self.batch_size
+        """Indices of a whole epoch."""
+        return self.steps * len(self.own) * self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Permute by another epoch from the next iteration on."""
         self.epoch = epoch
 
     def start_at(self, step: int) -> None:
-        """Leave out the first steps of the next iterations, as after a load inside an epoch."""
+        """Leave out the first steps of the next iteration, as after a load inside an epoch."""
         if not 0 <= step <= self.steps:
             raise ValueError(f"an epoch has {self.steps} steps, so none of them begins after {step}")
-        self.start_step = step
+        self._start = step
 
     def order(self) -> list[int]:
         """Indices of all samples of the epoch, over all ranks, in the order of their places."""
@@ -105,8 +106,8 @@ class SlotSampler(Sampler[int]):
         return repeated[:wanted]
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order()
-        for step in range(self.start_step, self.steps):
+        order, start, self._start = self.order(), self._start, 0
+        for step in range(start, self.steps):
             for slot in self.own:
                 for sample in range(self.batch_size):
                     place = (step * self.batch_size + sample) * self.slots + slot

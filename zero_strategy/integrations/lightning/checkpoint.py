@@ -60,6 +60,7 @@ from zero_strategy.integrations.lightning.checkpoint_dict import (
     whole,
     write_file,
 )
+from zero_strategy.integrations.lightning.slots import progress_here
 from zero_strategy.integrations.lightning.uneven import bare, bare_state
 
 if TYPE_CHECKING:
@@ -288,7 +289,10 @@ class TrainerCheckpoints(_Base):
         fits = self.engine is not None and self.lightning_module.trainer.state.fn == "fit"
         found = read_checkpoint(path, weights_only, verify=self.config.checkpoint.verify, resumes=fits)
         if self.engine is not None and fits:
-            give_own_states(found, found["state_dict"].source.reader, self.engine, weights_only)
+            reader = found["state_dict"].source.reader
+            give_own_states(found, reader, self.engine, weights_only)
+            if self.engine.slots.slots:
+                progress_here(found, reader.manifest.counters, self.engine.slots)
         return found
 
     def _together(self, opened: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import accumulate
@@ -53,6 +53,7 @@ from zero_strategy.integrations.lightning.setup import (
     shows_settings,
     trainer_facts,
 )
+from zero_strategy.integrations.lightning.slots import set_accumulation, slot_loader, start_inside
 from zero_strategy.integrations.lightning.uneven import TrainingBatches
 from zero_strategy.integrations.takeover import engines_over, hold
 
@@ -88,6 +89,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         load_weights_only: See the argument.
     """
 
+    model: Any
     precision_class: ClassVar[type[TrainerPrecision]]
     batch_end_class: ClassVar[type[BatchEnd]]
     """`BatchEnd` as a callback of the Trainer's namespace."""
@@ -152,6 +154,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._drained = True
         self._signals = SavesOnSignals(self)
         self._batches = TrainingBatches(self)
+        self._slot_loss: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
@@ -261,6 +264,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         if new:
             self.engine.when_plain(module.register_forward_pre_hook(OtherStrategy()).remove)
         hold(self.engine, self)
+        if fitting and self.engine.slots.slots:
+            set_accumulation(trainer, self.engine.slots)
         self._run = trainer
         self.precision_plugin.adopt(self.engine, self.config.loss_scale)
         self.model = module
@@ -305,7 +310,10 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         assert self.lightning_module is not None and self.engine is not None
         module, scope = self.lightning_module, self.engine.forward_scope((args, kwargs))
         with self.precision_plugin.train_step_context(), scope, schedulers_left_alone(module):
-            return module.training_step(*args, **kwargs)
+            found = module.training_step(*args, **kwargs)
+            # Before it is divided by batches, which would round.
+            self._slot_loss = found.get("loss") if isinstance(found, Mapping) else found
+            return found
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's `validation_step`."""
@@ -373,6 +381,10 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         # First, as states are loaded into the loader itself.
         dataloader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.engine is not None and self.engine.slots.slots and trainer.training:
+            dataloader = slot_loader(dataloader, self.engine, trainer)
+            start_inside(dataloader, trainer.fit_loop, self.engine.slots)
         compared = self.compares_batches and self.lightning_module.trainer.training and self.world_size > 1
         return self._batches.joined(dataloader) if compared else dataloader
 
@@ -403,7 +415,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """The loss scale follows the steps of the batch before; ranks without a batch of their own weigh it by 0."""
         super().on_train_batch_start(batch, batch_idx)
-        self.precision_plugin.weigh(self._batches.weight())
+        self.precision_plugin.weigh(self._batches.weight() * self._undivided())
         self.precision_plugin.update_scale()
 
     # ---- backward and optimizer ----
@@ -419,7 +431,18 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         """Look for released parameters in the loss; gradients are reduced by hooks."""
         assert self.engine is not None
         assert self.lightning_module is not None
-        self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
+        if self.engine.slots.slots and isinstance(self._slot_loss, Tensor):
+            self.engine.check_loss(self._slot_loss)
+            self._slot_loss = None
+        else:
+            self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
+
+    def _undivided(self) -> float:
+        """The number by which Lightning divides a loss that is to count as it is; the mean is taken over slots."""
+        assert self.engine is not None and self.lightning_module is not None
+        if not self.engine.slots.slots or not self.lightning_module.automatic_optimization:
+            return 1.0
+        return float(self.lightning_module.trainer.accumulate_grad_batches)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Nothing: gradients are reduced when `loss.backward()` returns, before the user's hooks."""
@@ -432,7 +455,19 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
             trainer: Any = self.lightning_module.trainer
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._log_slots()
         return result
+
+    def _log_slots(self) -> None:
+        """Log the mean loss over all slots of the step where the Trainer logs: the same bits on any ranks."""
+        assert self.engine is not None and self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if not self.engine.slots.slots or not trainer.log_every_n_steps or (stepped + 1) % trainer.log_every_n_steps:
+            return
+        if (loss := self.engine.slots.step_loss()) is not None:
+            for logger in trainer.loggers if trainer.is_global_zero else ():
+                logger.log_metrics({"zero/loss": float(loss)}, step=stepped)
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """The optimizer's whole state, made when it is looked into; all ranks must then look."""
