@@ -418,7 +418,7 @@ class ZeroEngine:
         """Backwards inside may keep gradients on this rank; legal at every stage (see `GradientReducer.no_sync`)."""
         return self.model.reducer.no_sync()
 
-    def micro_batch(self) -> AbstractContextManager[int]:
+    def micro_batch(self, backwards: int = 1) -> AbstractContextManager[int]:
         """One micro-batch of a step of `reproducible.slots`, with all of its random numbers and backwards.
 
             for batch in loader:
@@ -427,10 +427,13 @@ class ZeroEngine:
                 if engine.slots.complete:
                     optimizer.step(); optimizer.zero_grad()
 
+        Args:
+            backwards: How many there are in it.
+
         Raises:
             ValueError: If `reproducible.slots` is 0.
         """
-        return self.slots.micro_batch()
+        return self.slots.micro_batch(backwards)
 
     @contextmanager
     def forward_scope(self, inputs: Any = None) -> Iterator[None]:

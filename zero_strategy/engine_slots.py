@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class SlotSteps:
             wanted = torch.initial_seed() if config.reproducible.seed is None else config.reproducible.seed
             seed = int(model.mesh.world_group.control.all_gather_objects(wanted)[0])
             self._streams = SlotStreams(seed, self._count, lambda: steps.taken + steps.skipped)
-            model.reducer.follow_slots(self._streams.begin, self._streams.end)
+            model.reducer.follow_slots(self.begin, self._streams.end)
             steps.beside = self
 
     @property
@@ -102,14 +102,24 @@ class SlotSteps:
     def begin(self) -> None:
         """A micro-batch begins, if it has not; see `SlotStreams.begin`."""
         if self._streams is not None:
+            # First: without its gradients a step that was begun begins anew, with its first slot.
+            self._model.reducer.notice_dropped()
             self._streams.begin()
 
+    def micro_batch(self, backwards: int = 1) -> AbstractContextManager[int]:
+        """One micro-batch, from its first random number to its last backward; gives its slot.
+
+        Args:
+            backwards: How many there are.
+        """
+        self._asked()
+        return self._micro_batch(backwards)
+
     @contextmanager
-    def micro_batch(self) -> Iterator[int]:
-        """One micro-batch, from its first random number to its last backward; gives its slot."""
-        slot = self._asked().slot
+    def _micro_batch(self, backwards: int) -> Iterator[int]:
         self.begin()
-        with self._model.reducer.joined():
+        slot = self.slot
+        with self._model.reducer.backwards_of_slot(backwards):
             yield slot
 
     def step_over(self) -> None:

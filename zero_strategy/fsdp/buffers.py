@@ -39,6 +39,7 @@ class _Slot:
         seen: The tensor when ranks were last equal; it is held, so that no other takes its identity meanwhile.
         version: Its version then.
         layout: Its shape, dtype and device then.
+        values: Of one that may be written to without a count, where writes are errors.
     """
 
     owner: nn.Module
@@ -47,6 +48,7 @@ class _Slot:
     seen: Tensor | None = None
     version: int = 0
     layout: tuple[torch.Size, torch.dtype, torch.device] | None = None
+    values: Tensor | None = None
 
     def tensor(self) -> Tensor | None:
         """The present buffer."""
@@ -81,6 +83,18 @@ class _Slot:
             return 0
         return _CHANGED if self.counted(present) or (self.owner.training and self.unseen) else 0
 
+    def keep(self) -> None:
+        """Note the values where no count tells of writes."""
+        present = self.tensor()
+        self.values = present.detach().clone() if present is not None and self.unseen else None
+
+    def differs(self) -> bool:
+        """True if the buffer is no longer what was noted, as to values where no count tells."""
+        present = self.tensor()
+        if _layout_of(present) != self.layout or (present is not None and self.counted(present)):
+            return True
+        return self.values is not None and present is not None and not torch.equal(present, self.values)
+
 
 def _layout_of(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, torch.device] | None:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
@@ -103,16 +117,20 @@ class SharedBuffers:
     Args:
         module: The module; buffers that it registers later are left alone, as by DDP.
         mesh: The data-parallel ranks. Tensor-parallel ranks of one place share among their own kind.
+        fixed: None may change in training (`reproducible.slots`): what a rank's own forwards make of it, or their
+            number, would differ with the number of ranks.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self._mesh, self._slots = mesh, slots_of(module)
+    def __init__(self, module: nn.Module, mesh: Mesh, *, fixed: bool = False) -> None:
+        self._mesh, self._slots, self._fixed = mesh, slots_of(module), fixed
         self.note()
 
     def note(self) -> None:
         """Note that the buffers are equal on all ranks now."""
         for slot in self._slots:
             slot.note()
+            if self._fixed:
+                slot.keep()
 
     def changes(self, *, shares: bool) -> Tensor:
         """This rank's part of a message: what it has changed since ranks were equal.
@@ -125,7 +143,7 @@ class SharedBuffers:
         """
         found = bytearray(len(self._slots))
         for number, slot in enumerate(self._slots) if shares else ():
-            found[number] = slot.change()
+            found[number] = slot.differs() if self._fixed else slot.change()
         # `frombuffer` refuses a buffer without bytes.
         return torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
 
@@ -134,6 +152,9 @@ class SharedBuffers:
 
         Args:
             changes: `changes()` of every rank, in rows.
+
+        Raises:
+            RuntimeError: If none may change; on all ranks.
         """
         if not self._slots:
             return
@@ -142,6 +163,12 @@ class SharedBuffers:
         slots = [slot for slot, change in zip(self._slots, found, strict=True) if change]
         if not slots:
             return
+        if self._fixed:
+            raise RuntimeError(
+                f"a forward has changed the buffer(s) {', '.join(slot.name for slot in slots)}: with "
+                "reproducible.slots what a rank's own slots make of a buffer would depend on the ranks. Keep such "
+                "statistics outside of the module, or out of training"
+            )
         # A layout that is new on some rank is known to that rank alone: such a buffer goes as an object.
         resized = [slot for slot, change in zip(self._slots, found, strict=True) if change == _RESIZED]
         self._replace(resized)

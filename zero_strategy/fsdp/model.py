@@ -245,8 +245,9 @@ class ShardedModel:
                 self.unsharder.skipped = SkippedLayers(self.unsharder)
         self.arrivals = Arrivals(module, self.units)
         self.moved = MovedStates(self)
-        shares = config.broadcast_buffers and mesh.world_size > 1
-        self.shared_buffers = SharedBuffers(module, mesh) if shares else None
+        fixed = self.slots is not None
+        shares = (config.broadcast_buffers and mesh.world_size > 1) or fixed
+        self.shared_buffers = SharedBuffers(module, mesh, fixed=fixed) if shares else None
         self.reducer = GradientReducer(
             [self.gradient_of(bucket) for bucket in plan],
             mesh,

@@ -109,6 +109,7 @@ class GradientReducer:
         self.slots = slots
         self._slot_begins: Callable[[], object] = _nothing
         self._slot_ends: Callable[[], object] = _nothing
+        self._backwards_left: int | None = None  # of the slot at hand; None: nobody has said, and there is one
         self.buckets, self.mesh, self.per_step = list(buckets), mesh, per_step
         self._buffers = buffers
         self._reuse = reuse
@@ -328,6 +329,8 @@ class GradientReducer:
         if self.slots is not None and not continues:
             divide_by = 1  # the mean is taken of the whole sum
             held = (bucket.live or bucket.unreduced for bucket in self.buckets)
+            if self._backwards_left == 0:
+                raise RuntimeError("a micro-batch has more backwards than micro_batch(backwards=...) says")
             self.slots.begin(dropped=not any(held))
         if not continues:
             self._backward = Backward(len(self.buckets))
@@ -353,7 +356,7 @@ class GradientReducer:
     @property
     def _reduces(self) -> bool:
         if self.slots is not None:  # whatever `no_sync` says
-            return self.slots.is_last or not self.per_step
+            return self._backwards_left in (None, 1) and (self.slots.is_last or not self.per_step)
         return self._sync or not self.per_step
 
     def _launch_full(self) -> None:
@@ -393,10 +396,45 @@ class GradientReducer:
             self._reuse.close()
             for number in self._backward.begun:
                 self.buckets[number].own.copy_waiting()
-                self.buckets[number].wait_for_slots()
         if self.slots is not None:
-            self.slots.micro += 1
-            self._slot_ends()
+            self._end_slot(self.slots)
+
+    def _end_slot(self, slots: SlotCount) -> None:
+        """A backward of a slot is over."""
+        if self._backwards_left is not None:
+            self._backwards_left -= 1
+            if self._backwards_left:
+                return
+        for bucket in self.buckets:
+            bucket.wait_for_slots()
+        slots.micro += 1
+        self._slot_ends()
+
+    @contextmanager
+    def backwards_of_slot(self, count: int) -> Iterator[None]:
+        """A micro-batch of so many backwards.
+
+        Raises:
+            RuntimeError: If there were others.
+        """
+        self._backwards_left = count
+        try:
+            yield
+            if self._backwards_left:
+                raise RuntimeError(
+                    f"micro_batch(backwards={count}) had {count - self._backwards_left}; say how many there are, since "
+                    "gradients leave with the last of them"
+                )
+        finally:
+            self._backwards_left = None
+
+    def notice_dropped(self) -> None:
+        """Without gradients of its micro-batches so far a step in slots begins anew."""
+        if self.slots is not None and self.slots.micro and not self._backward.running:
+            for bucket in self.buckets:
+                bucket.sync_removed()
+            if not any(bucket.live or bucket.unreduced for bucket in self.buckets):
+                self.slots.micro = 0
 
     # ---- the end of a backward, or of a step ----
 
