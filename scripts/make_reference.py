@@ -133,6 +133,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "diagnostics.peak_tflops": ("peak of the device for MFU, in TFLOP/s; 0: from a table", "312"),
     "diagnostics.measure_peak": ("measure the peak if the table does not know the device", "true"),
     "diagnostics.log": ("send recorded figures to the framework's loggers", "false"),
+    "reproducible.slots": (
+        "micro-batches of a step, over all ranks, whose bits do not depend on the ranks; 0: off",
+        "8",
+    ),
+    "reproducible.seed": ("of the random numbers of slots; none: torch's initial seed on rank 0", "42"),
 }
 SECTIONS = {
     "": ("Sharding and optimizers", "Keys of the top level."),
@@ -151,6 +156,7 @@ SECTIONS = {
     "checkpoint": ("checkpoint", "See [checkpoints](../guides/checkpoints.md)."),
     "watchdog": ("watchdog", "See [finding hangs](../guides/hangs.md)."),
     "diagnostics": ("diagnostics", "See [measuring time and memory](../guides/measuring.md)."),
+    "reproducible": ("reproducible", "See [the same bits on any number of ranks](../guides/reproducible.md)."),
 }
 TYPES = {"pipeline.schedule": "str", "pipeline.partition": "str"}
 PREFACE = """\

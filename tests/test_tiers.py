@@ -78,6 +78,9 @@ FEATURES = {
     "guides/precision.md": ["optim/test_nonfinite_steps.py"],
     "guides/preemption.md": ["integrations/lightning/test_preemption.py", "integrations/lightning/test_resume.py"],
     "guides/ray.md": ["integrations/lightning/test_launched_counts.py", "integrations/ray/test_reports.py"],
+    "guides/reproducible.md": [
+        "reproducible/test_slots.py", "reproducible/test_refusals.py", "integrations/lightning/test_slots.py",
+    ],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
     "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],

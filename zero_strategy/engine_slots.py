@@ -77,7 +77,7 @@ class SlotSteps:
 
     @property
     def seed(self) -> int:
-        """Of the random numbers of all slots."""
+        """Seed of the random numbers of all slots."""
         self._asked()
         assert self._streams is not None
         return self._streams.seed

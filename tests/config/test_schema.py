@@ -23,6 +23,7 @@ from zero_strategy.config import (
     OptimizerConfig,
     PipelineConfig,
     PrecisionConfig,
+    ReproducibleConfig,
     UnitsConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -44,6 +45,7 @@ SECTIONS = {
     "checkpoint": CheckpointConfig,
     "watchdog": WatchdogConfig,
     "diagnostics": DiagnosticsConfig,
+    "reproducible": ReproducibleConfig,
 }
 
 DEFAULTS = {
@@ -126,6 +128,8 @@ DEFAULTS = {
     "diagnostics.peak_tflops": 0.0,
     "diagnostics.measure_peak": False,
     "diagnostics.log": True,
+    "reproducible.slots": 0,
+    "reproducible.seed": None,
     "elementwise_optimizers": [],
     "matrix_optimizers": [],
     "matrix_parameters": [],

@@ -1,4 +1,4 @@
-"""What would depend on the number of ranks is refused by name, and a step that is not one of all slots is an error."""
+"""Refusals by name of all that would depend on the number of ranks, and of steps that have not all of their slots."""
 
 from __future__ import annotations
 

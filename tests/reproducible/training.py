@@ -92,7 +92,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What a training came to.
+    """Results of a training.
 
     Attributes:
         digest: Of weights and states.

@@ -47,7 +47,7 @@ class Due(IntFlag):
 
 
 class Counted(Protocol):
-    """What counts beside steps, and is in checkpoints with them."""
+    """Further counts beside those of steps, in checkpoints with them."""
 
     def counters(self) -> dict[str, int]:
         """For the manifest."""

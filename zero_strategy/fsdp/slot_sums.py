@@ -80,7 +80,7 @@ class SlotSums:
         self.waiting |= indices
 
     def take_waiting(self) -> list[Tensor]:
-        """What this rank sends in each exchange of the step."""
+        """Buffers that this rank sends, one in each exchange of the step."""
         self.waiting.clear()
         rows = [self._own.take(node) for node in self.count.block]
         numel, device = self._bucket.layout.numel, self._bucket.device

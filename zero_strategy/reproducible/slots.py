@@ -89,7 +89,7 @@ class SlotCount:
 
     Attributes:
         places: As above.
-        micro: Number of the micro-batch whose backward is under way or comes next; `places.count`: all are done.
+        micro: Number of the micro-batch whose backward is under way or comes next; the number of them: all are done.
     """
 
     def __init__(self, places: SlotPlaces, replica: int, shard: int) -> None:

@@ -73,7 +73,7 @@ def slot_loader(dataloader: Any, engine: ZeroEngine, trainer: Any) -> Any:
 
 
 def _order_of(dataloader: Any, sampler: Any, slots: SlotSteps) -> tuple[bool, bool, int]:
-    """Whether samples are shuffled, whether the last ones are dropped, and the seed."""
+    """Order of a loader: samples are shuffled, the last ones are dropped; and the seed."""
     problem = ""
     if not isinstance(dataloader, DataLoader):
         problem = f"is a {type(dataloader).__name__}: let it be a DataLoader with a map-style dataset"
