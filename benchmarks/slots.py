@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,7 @@ def train_on(folder: str, steps: int, stage: int, kill: tuple[int, int, int] | N
     torch.set_num_threads(1)
     model = build("transformer-tiny", 32)
     for block in model.blocks:
-        block.mlp.append(nn.Dropout(0.1))
+        cast(Any, block).mlp.append(nn.Dropout(0.1))
     checkpoint = Path(folder) / "checkpoint"
     with ZeroEngine(model, {"stage": stage, "reproducible": {"slots": SLOTS, "seed": 7}}) as engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
