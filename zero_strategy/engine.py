@@ -172,7 +172,7 @@ class ZeroEngine:
         self._attached = AttachedOptimizers(
             self.model, self.optimizers, self._before_step, self._after_step, self._declines
         )
-        self._closing: list[Callable[[], None]] = []
+        self._closing: list[Callable[[], None]] = [self.slots.close]
         self._undoing: list[Callable[[], None]] = []
         self._diagnosed = False
         if zero.stage == 3 and self.mesh.shard_size > 1 and not zero.units.may_skip:

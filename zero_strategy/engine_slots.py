@@ -19,7 +19,7 @@ from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.reproducible.samples import SlotSampler
 from zero_strategy.reproducible.slot_tree import children
 from zero_strategy.reproducible.slots import SlotCount
-from zero_strategy.reproducible.streams import SlotStreams
+from zero_strategy.reproducible.streams import NumberedLayers, SlotStreams
 
 SEED, SLOTS, MICRO = "reproducible_seed", "reproducible_slots", "reproducible_micro_batches"
 """Counters of a checkpoint."""
@@ -43,12 +43,13 @@ class SlotSteps:
         self._streams: SlotStreams | None = None
         self._losses: dict[int, Tensor] = {}
         self._last_losses: dict[int, Tensor] = {}
+        self._numbered = [child for child in model.module.modules() if isinstance(child, NumberedLayers)]
         if self._count is not None:
-            _refuse(model.module, config, model.device)
-            wanted = torch.initial_seed() if config.reproducible.seed is None else config.reproducible.seed
-            seed = int(model.mesh.world_group.control.all_gather_objects(wanted)[0])
+            seed = _agreed_seed(model, config)
             self._streams = SlotStreams(seed, self._count, lambda: steps.taken + steps.skipped)
             model.reducer.follow_slots(self.begin, self._streams.end)
+            for layers in self._numbered:
+                layers.follow_streams(self._streams)
             steps.beside = self
 
     @property
@@ -81,6 +82,11 @@ class SlotSteps:
         self._asked()
         assert self._streams is not None
         return self._streams.seed
+
+    def close(self) -> None:
+        """The engine ends: layers draw from the generators as they are again."""
+        for layers in self._numbered:
+            layers.follow_streams(None)
 
     def _asked(self) -> SlotCount:
         if self._count is None:
@@ -199,23 +205,34 @@ def _tree_sum(values: Mapping[int, Tensor], node: tuple[int, int]) -> Tensor:
     return _tree_sum(values, left) + _tree_sum(values, right)
 
 
-def _refuse(module: nn.Module, config: ZeroConfig, device: torch.device) -> None:
-    """Raise for what a rank's own slots would leave in the model, or what has no order of its own.
+def _agreed_seed(model: ShardedModel, config: ZeroConfig) -> int:
+    """The first rank's seed. A collective of all ranks, of which some may have other layers.
 
     Raises:
-        ValueError: Naming the module and the way out.
+        ValueError: On all ranks, if one of them has a layer that cannot be; naming it and the way out.
     """
+    wanted = torch.initial_seed() if config.reproducible.seed is None else config.reproducible.seed
+    mine = int(wanted), _refusal(model.module, config, model.device)
+    everyone = model.mesh.world_group.control.all_gather_objects(mine)
+    if refusal := next((text for _, text in everyone if text), ""):
+        raise ValueError(refusal)
+    return int(everyone[0][0])
+
+
+def _refusal(module: nn.Module, config: ZeroConfig, device: torch.device) -> str:
+    """Error for what a rank's own slots would leave in the model, or what has no order of its own; "" for none."""
     slots = config.reproducible.slots
     if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError(
+        return (
             f"reproducible.slots is {slots}, and {device} may add numbers up in any order (atomics): call "
             "torch.use_deterministic_algorithms(True), or train with Trainer(deterministic=True)"
         )
     for name, child in module.named_modules():
         tracks = getattr(child, "track_running_stats", False) and getattr(child, "running_mean", None) is not None
         if tracks or isinstance(child, nn.SyncBatchNorm):
-            raise ValueError(
+            return (
                 f"reproducible.slots is {slots}, and {name!r} is a {type(child).__name__}: its running statistics, or "
                 "those of a batch over all ranks, depend on the slots that a rank has computed. Use GroupNorm or "
                 "LayerNorm, or track_running_stats=False"
             )
+    return ""

@@ -252,7 +252,7 @@ def _resolve_pipeline(config: ZeroConfig) -> None:
     if pipeline.chunks is None:
         several = pipeline.stages > 1 and pipeline.schedule in ("interleaved_1f1b", "interleaved_zb", "zbv")
         pipeline.record("chunks", 2 if several else 1, f"derived: pipeline.schedule {pipeline.schedule}")
-    if pipeline.micro_batches is None and config.reproducible.slots and pipeline.stages > 1:
+    if pipeline.micro_batches is None and config.reproducible.slots:  # one stage may be a pipeline, too
         ranks = config.mesh.replicate * (config.mesh.shard or 1)
         each = max(config.reproducible.slots // ranks, 1)
         pipeline.record("micro_batches", each, "derived: reproducible.slots / data-parallel ranks")

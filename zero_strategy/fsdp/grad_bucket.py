@@ -231,7 +231,8 @@ class GradientBucket:
         reduce, names = self.bucket.ranks.reduce, self.bucket.names
         self._straight = self._takes_the_mean() and slots.goes_straight
         orders = slots.count.exchanges()
-        if slots.count.places.per_step and slots.count.places.count > 1:
+        # Of one slot there may be parts that have waited for others of it, of a rank's other layers.
+        if slots.count.places.per_step and (slots.count.places.count > 1 or slots.waiting):
             self.wait_for_slots()
             sent = slots.take_waiting()
         elif (scattered := self.own.scattered()) is not None:

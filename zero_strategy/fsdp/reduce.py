@@ -147,12 +147,18 @@ class GradientReducer:
             self._sync = before
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """One backward, in however many calls of autograd: it ends with the block."""
+    def joined(self, *, anyway: bool = False) -> Iterator[None]:
+        """One backward, in however many calls of autograd: it ends with the block.
+
+        `anyway`: Also where no gradient comes in it, as on other ranks some may.
+        """
         assert not self._joined
         self._joined, self._began = True, False
         try:
             yield
+            if anyway and not self._began:
+                self._begin()
+                self._backward.running = False
             self._joined = False
             if self._began:
                 self._finish_backward()
@@ -319,6 +325,10 @@ class GradientReducer:
         Raises:
             RuntimeError: If an optimizer's step raised before it was over, so that `zero_grad` missed the parameters.
         """
+        self._begin()
+        when_backward_ends(self._end_backward)
+
+    def _begin(self) -> None:
         if self._step_unfinished():
             raise RuntimeError("the last optimizer step ended with an exception: call engine.reset() before going on")
         self._check_states("a backward")
@@ -326,12 +336,10 @@ class GradientReducer:
             # Before a bucket begins: that takes in what the user did to `p.grad`, which followers have to do as well.
             self._announce("backward", self.shown())
         divide_by, continues = self._divisor(), self._joined and self._began
-        if self.slots is not None and not continues:
+        if self.slots is not None:
             divide_by = 1  # the mean is taken of the whole sum
-            held = (bucket.live or bucket.unreduced for bucket in self.buckets)
-            if self._backwards_left == 0:
-                raise RuntimeError("a micro-batch has more backwards than micro_batch(backwards=...) says")
-            self.slots.begin(dropped=not any(held))
+            if not continues:
+                self._begin_slot(self.slots)
         if not continues:
             self._backward = Backward(len(self.buckets))
         # At once: what is interrupted from here on is a backward that did not end.
@@ -340,7 +348,22 @@ class GradientReducer:
             self._reuse.open()
             self._expect_gradients()
         self._began = True
-        when_backward_ends(self._end_backward)
+
+    def _begin_slot(self, slots: SlotCount) -> None:
+        if self._backwards_left == 0:
+            raise RuntimeError("a micro-batch has more backwards than micro_batch(backwards=...) says")
+        held = (bucket.live or bucket.unreduced for bucket in self.buckets)
+        slots.begin(dropped=not any(held))
+
+    def begin_slots(self) -> None:
+        """All micro-batches of a step are about to run, mixed; each backward is inside of `SlotCount.at`.
+
+        Raises:
+            RuntimeError: If the step has them already.
+        """
+        assert self.slots is not None
+        self.before_forward(trains=False)
+        self._begin_slot(self.slots)
 
     def _expect_gradients(self) -> None:
         """A backward begins: the plan says which gradients are expected; if they are reduced, others are told."""
@@ -407,7 +430,7 @@ class GradientReducer:
                 return
         for bucket in self.buckets:
             bucket.wait_for_slots()
-        slots.micro += 1
+        slots.end()
         self._slot_ends()
 
     @contextmanager
@@ -430,7 +453,9 @@ class GradientReducer:
 
     def notice_dropped(self) -> None:
         """Without gradients of its micro-batches so far a step in slots begins anew."""
-        if self.slots is not None and self.slots.micro and not self._backward.running:
+        if self.slots is None or self.slots.mixed:
+            return
+        if self.slots.micro and not self._backward.running:
             for bucket in self.buckets:
                 bucket.sync_removed()
             if not any(bucket.live or bucket.unreduced for bucket in self.buckets):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
@@ -132,7 +133,7 @@ class PipelineEngine(ZeroEngine):
         self._prefix, self._ties = prefix, ties
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
-        self._steps_agreed = self._timeline_begun = False
+        self._steps_agreed = self._timeline_begun = self._torn = False
         self._hooks = _Hooks(self)
         self.executor = Executor(
             module.chunk_functions(),
@@ -212,14 +213,19 @@ class PipelineEngine(ZeroEngine):
             forwarded: See `Forwarded`; outputs have their graph, so that keeping them keeps all activations.
 
         Returns:
-            The mean of the micro-batches' losses over all data-parallel ranks, on every rank: 0-d, on the CPU.
+            The mean of the micro-batches' losses over all data-parallel ranks, on every rank: 0-d, on the CPU. Under
+            `reproducible.slots` by the tree of slots, in float64, and rounded once.
 
         Raises:
             DataEndedError: On all ranks, if the data ends early; a StopIteration.
             PipelineError: If another rank fails, is gone or out of step; names its stage.
+            ValueError: If the micro-batches are not those of this rank's slots (`reproducible.slots`).
+            RuntimeError: If the step has its slots already.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         schedule = self.schedule(count)
+        if self.slots.slots:
+            self._begin_slots(count)
         # The user may have written to a tied weight, or frozen it, since the last step: replicas follow before they are
         # used.
         self._ties.follow(self.model.gathered, self.mesh.control.all_gather_small)
@@ -235,6 +241,7 @@ class PipelineEngine(ZeroEngine):
                 stack.enter_context(self.model.gathered(held, until_step=True))
             stack.enter_context(self.observed.forward(count))
             found = self.executor.run(schedule, None if data is None else iter(data))
+        self._torn = False
         assert found.loss is not None
         self.observed.mark("timeline", found.events)
         # Collectives, which would wait for a rank that has failed, come after the run, at whose end all ranks have met.
@@ -242,9 +249,21 @@ class PipelineEngine(ZeroEngine):
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        loss = self._mean_loss(found.loss)
+        loss = self._mean_over_slots().to(found.loss.dtype) if self.slots.slots else self._mean_loss(found.loss)
         self.observed.mark("loss", loss)
         return loss
+
+    def _begin_slots(self, micro_batches: int) -> None:
+        if micro_batches != self.slots.count:
+            raise ValueError(
+                f"micro_batches is {micro_batches}, and reproducible.slots is {self.slots.slots}: a step of each of "
+                f"the {self.mesh.world_size} data-parallel rank(s) is {self.slots.count} micro-batches, one per slot"
+            )
+        if self._torn:
+            warnings.warn("the last batch failed: gradients since the last step are dropped", stacklevel=3)
+            self.model.reducer.drop()
+        self.model.reducer.begin_slots()
+        self._torn = True
 
     def _agree_on_optimizers(self) -> None:
         """Until there are optimizers: a stage without one would let the others wait in their steps."""
@@ -332,6 +351,17 @@ class PipelineEngine(ZeroEngine):
         # end.
         everyone = self.mesh.control.all_gather_small(loss.reshape(1).double())
         return torch.stack(everyone).mean().to(loss.dtype)
+
+    def _mean_over_slots(self) -> Tensor:
+        """The same bits for any number of stages and copies: each loss counts by itself. float64."""
+        placement = self.pipeline.placement
+        last = placement.rank_of(placement.stages - 1)
+        mine = torch.zeros(1, dtype=torch.float64)
+        if self.pipeline.stage_id == last:
+            losses = self._hooks.losses
+            ordered = torch.stack([losses[number] for number in range(self.slots.count)])
+            mine = self.slots.mean(ordered.double().tolist()).reshape(1)
+        return self.pipe.all_gather_small(mine)[last].reshape(())
 
     def _write_timeline(self, found: Run) -> None:
         """Write what the first pipeline's ranks did into the file that is configured, which a new run begins anew."""
@@ -446,13 +476,19 @@ class PipelineEngine(ZeroEngine):
 
 
 class _Hooks(ExecutorHooks):
-    """Work of the engine around instructions."""
+    """Work of the engine around instructions.
+
+    Attributes:
+        bytes: What forwards keep.
+        losses: On the rank of the last stage, under `reproducible.slots`: of each micro-batch of this run, 0-d.
+    """
 
     def __init__(self, engine: PipelineEngine) -> None:
-        self._engine, self._scope, self._left = engine, ExitStack(), 0
+        self._engine, self._scope, self._left, self._trains = engine, ExitStack(), 0, False
         self.bytes = ActivationBytes(lambda: model_storages(engine.model))
         self._measures, self._weight = False, 1.0
         self._forwarded: Forwarded | None = None
+        self.losses: dict[int, Tensor] = {}
 
     def begin(
         self, backwards: int, *, measures: bool = False, weight: float = 1.0, forwarded: Forwarded | None = None
@@ -466,29 +502,39 @@ class _Hooks(ExecutorHooks):
             forwarded: Whom to tell of micro-batches.
         """
         self._left, self._measures, self._weight, self._forwarded = backwards, measures, weight, forwarded
+        self._trains = backwards > 0
+        self.losses.clear()
 
     def before(self, computation: Computation) -> None:
-        """Backwards but the last of the step may keep their gradients on this rank."""
+        """Backwards but the last of the step may keep their gradients on this rank.
+
+        Under `reproducible.slots` a computation belongs to the slot of its micro-batch, whatever the schedule's order;
+        each that adds gradients is one backward on all copies, also where some copy has none.
+        """
         # One micro-batch tells the bytes; hooks on saved tensors would slow the others, whose times are measured.
         if self._measures and computation.kind is Kind.FORWARD and computation.micro_batch == 0:
             self._scope.enter_context(self.bytes.count(computation.chunk))
+        adds, slots = computation.kind in _ADDS_GRADIENTS, self._engine.model.slots
+        self._left -= adds
+        # An input half is followed by its weight half, so it is never the last of the step.
+        is_last = adds and self._left == 0
+        if slots is not None and self._trains:
+            self._scope.enter_context(slots.at(computation.micro_batch, ends=is_last))
         if computation.kind is Kind.FORWARD:
             return
         reducer = self._engine.model.reducer
         parameters = self._engine.pipeline.chunk_parameters(computation.chunk)
-        self._left -= computation.kind in _ADDS_GRADIENTS
-        # An input half is followed by its weight half, so it is never the last of the step.
-        if self._left > 0 or computation.kind is Kind.BACKWARD_INPUT:
+        if not is_last:
             self._scope.enter_context(self._engine.no_sync())
         # Otherwise the reducer would expect gradients of the rank's other chunks, and send their buckets, too.
         self._scope.enter_context(reducer.within(parameters))
         if computation.kind is Kind.BACKWARD_INPUT:
             # Units see the end of their backward here, but their parameters have no gradients before the weight half.
             self._scope.enter_context(reducer.paused())
-        elif computation.kind is Kind.BACKWARD_WEIGHT:
+        elif computation.kind is Kind.BACKWARD_WEIGHT or slots is not None:
             # The weight half is several calls of autograd, and the reduction is due after the last.
-            self._scope.enter_context(reducer.joined())
-            if self._engine.stage == 3:  # units' own hooks are on the way that the input half has gone
+            self._scope.enter_context(reducer.joined(anyway=slots is not None))
+            if computation.kind is Kind.BACKWARD_WEIGHT and self._engine.stage == 3:  # units' own hooks are on the way that the input half has gone
                 self._scope.enter_context(self._engine.model.gathered(parameters))
 
     def after(self, computation: Computation) -> None:
@@ -500,12 +546,14 @@ class _Hooks(ExecutorHooks):
         self._scope.__exit__(type(error), error, error.__traceback__)
 
     def scale_loss(self, loss: Tensor, micro_batches: int) -> Tensor:
-        """The mean over micro-batches, scaled where gradients would underflow."""
-        mean = loss / micro_batches
+        """The mean over micro-batches, scaled where gradients would underflow; that over slots the engine takes."""
+        mean = loss if self._engine.slots.slots else loss / micro_batches
         return self._engine.scale_loss(mean if self._weight == 1.0 else mean * self._weight)
 
     def forwarded(self, micro_batch: int, outputs: Any, loss: Tensor | None) -> None:
         """Tell whoever wants to know."""
+        if self._engine.slots.slots and loss is not None:
+            self.losses[micro_batch] = loss
         if self._forwarded is not None:
             self._forwarded(micro_batch, outputs, loss)
 

@@ -79,6 +79,7 @@ def resolved_for(module: PipelineModule, config: Any, compute_dtype: torch.dtype
         resolved = resolve(asked, world_size())
         check_owned(resolved.config, dtype_fact(compute_dtype))
     _check_fits(resolved.config, module)
+    _check_slots(resolved.config, module)
     return resolved
 
 
@@ -118,6 +119,26 @@ def _check_fits(config: ZeroConfig, module: PipelineModule) -> None:
         raise ValueError(
             f"pipeline.schedule {pipeline.schedule} places stages in the shape {table.placement.shape!r}, but the "
             f"PipelineModule was made with placement={module.placement.shape!r}; {_same('chunks', pipeline.schedule)}"
+        )
+
+
+def _check_slots(config: ZeroConfig, module: PipelineModule) -> None:
+    """Raise if the bits of `reproducible.slots` would depend on the stages, or micro-batches are no slots."""
+    slots, origin = config.reproducible.slots, config.origin_of("reproducible.slots")
+    if not slots:
+        return
+    ranks, there = config.mesh.replicate * (config.mesh.shard or 1), config.pipeline.micro_batches
+    if there != slots // ranks:
+        raise ValueError(
+            f"reproducible.slots is {slots} [{origin}], and pipeline.micro_batches is {there} "
+            f"[{config.origin_of('pipeline.micro_batches')}]: micro-batches are slots; leave it out, or set it to "
+            f"{slots // ranks}"
+        )
+    for key, stages in module.ties_over_stages().items():
+        raise ValueError(
+            f"reproducible.slots is {slots} [{origin}], and stages {', '.join(map(str, stages))} share the tied weight "
+            f"{key!r}: its gradients would be summed use by use, and not slot by slot as on one stage. Untie it, give "
+            "PipelineModule bounds that keep its layers on one stage (partition_method), or train with one stage"
         )
 
 

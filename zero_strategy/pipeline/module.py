@@ -38,6 +38,7 @@ from zero_strategy.pipeline.schedules import Placement, Shape, placement_of
 from zero_strategy.pipeline.state import layer_path, layer_paths, layers_with_files, load_layers, save_layers
 from zero_strategy.pipeline.ties import Tie, own_ties, plan_ties
 from zero_strategy.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from zero_strategy.reproducible.streams import SlotStreams
 from zero_strategy.runtime.torch_private import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ class PipelineModule(nn.Module):
             base_seed x (2 + forwards so far) + i; the generators are put back. Otherwise the seed of layer i is
             r + base_seed + i, where r is drawn from torch's CPU generator on the first rank: one draw, so that a
             script's seed decides; and a forward draws from the generators as they are, each rank from its own. Slices
-            of tensor parallelism are built with one seed; what they divide draws from the tracker's state.
+            of tensor parallelism are built with one seed; what they divide draws from the tracker's state. Under
+            `reproducible.slots` a training forward of a layer draws by step, slot and layer, with and without it.
         seed_fn: Seeds the generators with a number; default: Python's, NumPy's and torch's.
         base_seed: See `seed_layers`.
         partition_method: "parameters" (trainable ones; largest stage as small as can be), "uniform" (numbers of
@@ -227,6 +229,7 @@ class PipelineModule(nn.Module):
             together=self._together,
         )
         self._micro_offsets, self.curr_layer = [0] * self.chunks, 0
+        self._streams: SlotStreams | None = None
         self.activation_checkpoint_func = activation_checkpoint_func or checkpoint
         self.checkpointable_layers = _class_names(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
@@ -248,7 +251,7 @@ class PipelineModule(nn.Module):
         self.ties: list[Tie] = []
         self.tied_modules = nn.ModuleDict()  # before all layers: `module_order` lists it first
         # Before layers are built or divided, while equal parameters are one object.
-        plans = plan_ties(named)
+        plans = self._tie_plans = plan_ties(named)
 
         control = self._grid.control()
         # Before anything is built, which may take long, and before groups are made that other ranks would not make.
@@ -322,9 +325,10 @@ class PipelineModule(nn.Module):
         layers, interval = self._chunks[chunk], self.activation_checkpoint_interval or self._num_layers
         # Numbers as DeepSpeed has them: one is added here, and one below.
         self._micro_offsets[chunk] += 1
+        begins = self._streams_of_layers()
         for start in range(0, len(layers), interval):
             # An object that keeps its number: a checkpoint calls it again in the backward, after later forwards.
-            run = _Run(self, layers[start : start + interval], self._micro_offsets[chunk] + 1)
+            run = _Run(self, layers[start : start + interval], self._micro_offsets[chunk] + 1, begins)
             if self.activation_checkpoint_interval == 0 or not self._is_checkpointable(run.layers):
                 inputs = run(inputs)
             elif isinstance(inputs, tuple):
@@ -332,7 +336,18 @@ class PipelineModule(nn.Module):
                 inputs = self.activation_checkpoint_func(run.unpacked, *inputs)
             else:
                 inputs = self.activation_checkpoint_func(run, inputs)
+        if begins is not None and layers[-1].index == self._num_layers - 1:
+            begins(self._num_layers)  # what a loss draws, of these outputs
         return inputs
+
+    def follow_streams(self, streams: SlotStreams | None) -> None:
+        """See `NumberedLayers`."""
+        self._streams = streams
+
+    def _streams_of_layers(self) -> Callable[[int], None] | None:
+        # Asked before layers run: a re-entrant checkpoint runs them without gradients.
+        trains = self.training and torch.is_grad_enabled()
+        return self._streams.of_layers() if self._streams is not None and trains else None
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Change how many layers are computed again together; 0: none are."""
@@ -443,6 +458,11 @@ class PipelineModule(nn.Module):
         return "\n".join(lines)
 
     # ---- tied weights ----
+
+    def ties_over_stages(self) -> dict[str, list[int]]:
+        """The global stages of each tied weight of the whole model that several stages use, by its key or name."""
+        found = {plan.key: sorted({self.stage_owner(layer) for layer in plan.layers}) for plan in self._tie_plans}
+        return {key: stages for key, stages in found.items() if len(stages) > 1}
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Add up the gradients of each tied weight over its holders. A collective over those."""
@@ -568,14 +588,22 @@ class PipelineModule(nn.Module):
 class _Run:
     """Some layers of a chunk in a row; the same when it is called again."""
 
-    def __init__(self, module: PipelineModule, layers: Sequence[BuiltLayer], micro_offset: int) -> None:
-        self.layers, self._module, self._micro_offset = layers, module, micro_offset
+    def __init__(
+        self,
+        module: PipelineModule,
+        layers: Sequence[BuiltLayer],
+        micro_offset: int,
+        begins: Callable[[int], None] | None,
+    ) -> None:
+        self.layers, self._module, self._micro_offset, self._begins = layers, module, micro_offset, begins
 
     def __call__(self, inputs: Any) -> Any:
         module = self._module
         for layer in self.layers:
             module.curr_layer = layer.index
-            if not module.seed_layers:
+            if self._begins is not None:
+                self._begins(layer.index)
+            if self._begins is not None or not module.seed_layers:
                 inputs = layer.call(inputs)
                 continue
             with module._seeds.forward(layer.index, module.base_seed, self._micro_offset):

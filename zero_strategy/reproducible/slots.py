@@ -10,6 +10,8 @@ nodes of the tree; where each micro-batch travels, those that ranks compute at t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zero_strategy.reproducible.slot_tree import Node, SumOrder, cover
@@ -83,6 +85,9 @@ def _in_turn(slots: int, nodes: list[list[Node]]) -> list[SumOrder]:
 class SlotCount:
     """The micro-batch of a step that this rank is at, and the slot that it is.
 
+    Backwards are counted one by one (`begin`, `end`), or a pipeline, which mixes micro-batches, says at each computation
+    which one it belongs to (`at`).
+
     Args:
         places: Of all ranks.
         replica, shard: This rank's place.
@@ -95,6 +100,8 @@ class SlotCount:
     def __init__(self, places: SlotPlaces, replica: int, shard: int) -> None:
         self.places, self._replica, self._shard = places, replica, shard
         self.micro = 0
+        self._ends: bool | None = None
+        """Whether what is computed ends the step; None: that follows from the count."""
         self._exchanges: dict[int, list[SumOrder]] = {}
 
     @property
@@ -109,8 +116,13 @@ class SlotCount:
 
     @property
     def is_last(self) -> bool:
-        """True if this micro-batch ends the step."""
-        return self.micro == self.places.count - 1
+        """True if the backward at hand ends the step."""
+        return self.micro == self.places.count - 1 if self._ends is None else self._ends
+
+    @property
+    def mixed(self) -> bool:
+        """True inside of `at`: this micro-batch need not follow the one before."""
+        return self._ends is not None
 
     @property
     def complete(self) -> bool:
@@ -139,7 +151,7 @@ class SlotCount:
         return self._exchanges[self.micro]
 
     def begin(self, *, dropped: bool) -> None:
-        """A backward begins.
+        """A backward begins; inside of `at` it is known already which one.
 
         Args:
             dropped: No gradient of earlier micro-batches of the step is left.
@@ -147,6 +159,8 @@ class SlotCount:
         Raises:
             RuntimeError: If the step has all of its micro-batches already.
         """
+        if self.mixed:
+            return
         if dropped:
             self.micro = 0
         if self.complete:
@@ -158,13 +172,35 @@ class SlotCount:
                 "one `with engine.micro_batch():`"
             )
 
+    def end(self) -> None:
+        """A backward is over."""
+        if not self.mixed:
+            self.micro += 1
+
+    @contextmanager
+    def at(self, micro: int, *, ends: bool) -> Iterator[None]:
+        """Be at a micro-batch in the block, whichever was there before.
+
+        Args:
+            micro: Its number.
+            ends: Gradients from the block are the last of the step, which is complete afterwards.
+        """
+        assert not self.mixed, "one computation at a time"
+        before, self.micro, self._ends = self.micro, micro, ends
+        try:
+            yield
+            if ends:
+                before = self.places.count
+        finally:
+            self.micro, self._ends = before, None
+
     def check_complete(self, what: str) -> None:
-        """Raise if a step's gradients are wanted before all of its micro-batches are done.
+        """Raise if gradients of some micro-batches of a step are wanted before all are done.
 
         Raises:
             RuntimeError: Naming both numbers.
         """
-        if 0 < self.micro < self.places.count:
+        if self.micro < self.places.count:
             raise RuntimeError(
                 f"{what} after {self.micro} of {self.places.count} micro-batches: reproducible.slots is "
                 f"{self.places.slots}, so that on {self.places.replicas * self.places.shards} rank(s) a step is "

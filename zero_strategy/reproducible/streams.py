@@ -3,6 +3,9 @@
 When a micro-batch begins, torch's generators, Python's and NumPy's legacy one are seeded from SHA-256 of the run's
 seed, the step and the slot. What is drawn until its backward is over (dropout, noise, a loss's samples) is then the
 slot's.
+
+A module that numbers its layers (`NumberedLayers`), of which ranks of a pipeline have some each, begins a stream for
+every layer of the slot, and one for what comes after the last: they do not depend on which layers a rank runs before.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,10 +57,17 @@ class SlotStreams:
         if self._begun:
             return
         self._begun = True
+        self._seed(self._step(), self._count.slot)
+
+    def of_layers(self) -> Callable[[int], None]:
+        """A function that begins the stream of a layer of the micro-batch at hand, also where it is computed again."""
         step, slot = self._step(), self._count.slot
-        seed_generators(seed_of(self.seed, step, slot))
+        return lambda layer: self._seed(step, slot, "layer", layer)
+
+    def _seed(self, *parts: int | str) -> None:
+        seed_generators(seed_of(self.seed, *parts))
         for name, generator in self._generators.items():
-            generator.manual_seed(seed_of(self.seed, step, slot, name))
+            generator.manual_seed(seed_of(self.seed, *parts, name))
 
     def end(self) -> None:
         """A micro-batch is over, or a step, or another training has been loaded."""
@@ -68,3 +79,17 @@ class SlotStreams:
             self._generators[name] = torch.Generator(device)
             self._generators[name].manual_seed(seed_of(self.seed, self._step(), self._count.slot, name))
         return self._generators[name]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of a module that follows the streams is not trained."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+@runtime_checkable
+class NumberedLayers(Protocol):
+    """A module that runs layers with numbers, which its forwards in training draw by."""
+
+    def follow_streams(self, streams: SlotStreams | None) -> None:
+        """Begin a stream of these for each layer from now on; None: draw from the generators as they are."""

@@ -1,0 +1,45 @@
+"""Bits of pipelines in slots: those of one plain engine, at any number of stages and copies, stage and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launcher import Launcher
+from tests.reproducible.pipelines import Found, Run, train
+
+ORDERS = ("per_step", "per_micro_batch")
+
+
+def _runs(runs: list[Run]) -> list[Found]:
+    torch.set_num_threads(1)
+    return [train(run) for run in runs]
+
+
+def _one_digest(ranks: Launcher, runs: dict[int, list[Run]]) -> None:
+    found: dict[tuple[int, str], Any] = {}
+    for world, own in runs.items():
+        for rank, results in enumerate(ranks(world)(_runs, own)):
+            found |= {(world, f"{rank} {run}"): result for run, result in zip(own, results, strict=True)}
+    kinds = sorted({str(value) for value in found.values()})
+    told = "\n".join(f"{kinds.index(str(value))} {key} {value}" for key, value in found.items())
+    assert len(kinds) == 1, told
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "MuonAdamW"])
+def test_pipelines_have_the_bits_of_one_plain_engine(ranks: Launcher, optimizer: str) -> None:
+    """Over numbers of stages and copies, ZeRO stages, times of reduction, and recomputation."""
+
+    def config(stage: int, order: str, **more: Any) -> dict[str, Any]:
+        return {"stage": stage, "gradient_reduction": order, **more}
+
+    runs = {
+        1: [Run(0, optimizer=optimizer), Run(1, optimizer=optimizer), Run(0, interval=2, optimizer=optimizer)],
+        2: [Run(2, config=config(s, o), interval=s, optimizer=optimizer) for s in (0, 1, 3) for o in ORDERS],
+        4: [Run(2, config=config(s, o), optimizer=optimizer) for s in (0, 1, 3) for o in ORDERS],
+    }
+    runs[2] += [Run(n, config=config(3, "per_micro_batch"), optimizer=optimizer) for n in (0, 1)]
+    runs[4] += [Run(4, config=config(s, "per_step"), optimizer=optimizer) for s in (0, 3)]
+    _one_digest(ranks, runs)
