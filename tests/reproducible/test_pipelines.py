@@ -24,8 +24,8 @@ def _one_digest(ranks: Launcher, runs: dict[int, list[Run]]) -> None:
         for rank, results in enumerate(ranks(world)(_runs, own)):
             found |= {(world, f"{rank} {run}"): result for run, result in zip(own, results, strict=True)}
     kinds = sorted({str(value) for value in found.values()})
-    told = "\n".join(f"{kinds.index(str(value))} {key} {value}" for key, value in found.items())
-    assert len(kinds) == 1, told
+    told = {f"{key} {value}" for key, value in found.items() if key[1].startswith("0")}
+    assert len(kinds) == 1, "\n".join(sorted(told))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "MuonAdamW"])

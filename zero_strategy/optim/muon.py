@@ -127,14 +127,18 @@ def newton_schulz(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
-def newton_schulz_all(matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[Tensor]:
+def newton_schulz_all(matrices: Sequence[tuple[Tensor, dict[str, Any]]], *, singly: bool = False) -> list[Tensor]:
     """Iterate on several matrices, each with its param group; those of like shapes and groups are one batch.
 
     Small products are faster in batches, but for float32 on the CPU, where the library's single ones are.
+
+    Args:
+        matrices: Pairs of (rows, columns) and its group.
+        singly: No batches: a library may round a product otherwise where more of them are calculated together.
     """
     alike: dict[Any, list[int]] = {}
     for position, (matrix, group) in enumerate(matrices):
-        single = matrix.device.type == "cpu" and matrix.dtype == torch.float32
+        single = singly or (matrix.device.type == "cpu" and matrix.dtype == torch.float32)
         alike.setdefault(position if single else (matrix.shape, id(group)), []).append(position)
     found: list[Tensor] = [torch.empty(0)] * len(matrices)
     for positions in alike.values():

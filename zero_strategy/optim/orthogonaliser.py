@@ -274,7 +274,8 @@ class Orthogonaliser:
                     parts.append(part)
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             wholes.append((whole.view(matrix.shape), matrix.group))
-        updates, own = iter(newton_schulz_all(wholes)), []
+        # Which matrices come together depends on the ranks and on the layers of a pipeline's stage.
+        updates, own = iter(newton_schulz_all(wholes, singly=self._model.slots is not None)), []
         for (matrix, owner), part in zip(one.matrices, one.own, strict=True):
             if owner != rank:
                 own.append(part.new_empty(0))  # a view would keep what has been sent
