@@ -9,6 +9,7 @@ import torch
 
 from tests.launcher import Launcher
 from tests.reproducible.pipelines import Found, Run, train
+from zero_strategy.pipeline.schedules import SCHEDULES
 
 ORDERS = ("per_step", "per_micro_batch")
 
@@ -43,3 +44,18 @@ def test_pipelines_have_the_bits_of_one_plain_engine(ranks: Launcher, optimizer:
     runs[2] += [Run(n, config=config(3, "per_micro_batch"), optimizer=optimizer) for n in (0, 1)]
     runs[4] += [Run(4, config=config(s, "per_step"), optimizer=optimizer) for s in (0, 3)]
     _one_digest(ranks, runs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_schedules_have_the_bits_of_one_plain_engine(ranks: Launcher, order: str) -> None:
+    """Over all schedules, with one slot for each rank (4) or several (12), and recomputation."""
+    config = {"gradient_reduction": order}
+    for slots in (4, 12):
+        common = {"slots": slots, "steps": 2}
+        runs = {
+            1: [Run(0, **common)],
+            2: [Run(2, name, {"stage": 3, **config}, interval=1, **common) for name in SCHEDULES],
+            4: [Run(2, name, {"stage": 1, **config}, **common) for name in ("zbv", "interleaved_zb")],
+        }
+        runs[4] += [Run(4, name, config, **common) for name in ("1f1b", "interleaved_1f1b", "zbv")]
+        _one_digest(ranks, runs)

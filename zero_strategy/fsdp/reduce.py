@@ -176,7 +176,10 @@ class GradientReducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside give no gradients to parameters: the end of a unit's is no reason to reduce its buckets."""
+        """Backwards inside give no gradients to parameters: their end, and that of a unit's, is no reason to reduce.
+
+        Where they do after all (re-entrant checkpoints, which cannot be cut), they are reduced; in slots that is refused.
+        """
         before, self._paused = self._paused, True
         try:
             yield
@@ -269,6 +272,12 @@ class GradientReducer:
         if backward.divide_by != 1:
             gradient = gradient / backward.divide_by  # not in place: other parameters' may be the same tensor
         reduces = self._reduces
+        if self.slots is not None and self._paused:
+            raise RuntimeError(
+                f"the gradient of parameter {bucket.bucket.names[index]!r} comes in the input half of a backward, as with "
+                "re-entrant checkpoints: with reproducible.slots each slot's come in the weight half. Use "
+                "torch.utils.checkpoint with use_reentrant=False, or a schedule with whole backwards (1f1b)"
+            )
         if self.slots is not None and number in backward.left and index in backward.seen[number]:
             raise RuntimeError(
                 f"the gradient of parameter {bucket.bucket.names[index]!r} comes in two parts in one backward, as with "
@@ -407,7 +416,9 @@ class GradientReducer:
         self._backward.running = False
         for hook in self._backward.awaited:  # torch.autograd.grad computes gradients and leaves `p.grad` alone
             self.buckets[hook.number].resume(hook.index)
-        if not self._joined:
+        if self._paused and not any(self._backward.seen):
+            self._reuse.close()
+        elif not self._joined:
             self._finish_backward()
             self.mesh.observed.mark("backward over")
 

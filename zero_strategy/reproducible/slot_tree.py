@@ -151,7 +151,9 @@ class NodeSums:
         if known is not None:
             known.add_(values)
             return
-        for parent, left, right in ancestors(self.slots, node):
+        path = ancestors(self.slots, node)
+        assert not any(parent in self._values for parent, _, _ in path), "a node that is a part of a sum is complete"
+        for parent, left, right in path:
             other = self._values.pop(right if node == left else left, None)
             if other is None:
                 break
