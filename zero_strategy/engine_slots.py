@@ -35,14 +35,17 @@ class SlotSteps:
 
     Attributes:
         slots: Of a step; 0: it is no number of slots.
+        in_a_batch: Slots of one batch of a framework's loader: 1, or all of this rank's for a pipeline.
     """
 
     def __init__(self, model: ShardedModel, config: ZeroConfig, steps: StepWatch) -> None:
         self._model, self._steps = model, steps
-        self._count, self.slots = model.slots, config.reproducible.slots
+        self._count, self.slots, self.in_a_batch = model.slots, config.reproducible.slots, 1
         self._streams: SlotStreams | None = None
         self._losses: dict[int, Tensor] = {}
         self._last_losses: dict[int, Tensor] = {}
+        self._mean: Tensor | None = None
+        self._last_mean: Tensor | None = None
         self._numbered = [child for child in model.module.modules() if isinstance(child, NumberedLayers)]
         if self._count is not None:
             seed = _agreed_seed(model, config)
@@ -65,6 +68,11 @@ class SlotSteps:
             ValueError: If a step is no number of slots.
         """
         return self._asked().places.count
+
+    @property
+    def batches(self) -> int:
+        """Batches of a framework's loader in a step."""
+        return self.count // self.in_a_batch
 
     @property
     def slot(self) -> int:
@@ -134,6 +142,7 @@ class SlotSteps:
             if self._count.complete:
                 self._count.micro = 0
             self._last_losses, self._losses = self._losses, {}
+            self._last_mean, self._mean = self._mean, None
             self._streams.end()
 
     def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -163,8 +172,14 @@ class SlotSteps:
             known = self._losses.get(self._count.micro)
             self._losses[self._count.micro] = loss if known is None else known + loss
 
+    def note_mean(self, loss: Tensor) -> None:
+        """Keep the mean loss over all slots of the step at hand, where it is known already."""
+        self._mean = loss
+
     def step_loss(self) -> Tensor | None:
         """The mean loss over all slots of the last step, float64; None: not all were noted. A collective."""
+        if self._last_mean is not None:
+            return self._last_mean
         if len(self._last_losses) != self.count:
             return None
         return self.mean([self._last_losses[micro] for micro in range(self.count)])
@@ -180,7 +195,7 @@ class SlotSteps:
 
     def counters(self) -> dict[str, int]:
         """For the manifest."""
-        return {} if self._streams is None else {SEED: self._streams.seed, SLOTS: self.slots, MICRO: self.count}
+        return {} if self._streams is None else {SEED: self._streams.seed, SLOTS: self.slots, MICRO: self.batches}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on with the random streams of a checkpoint."""

@@ -72,6 +72,8 @@ class IntegrationRunner:
             if found is None:
                 raise ValueError("the last layer gives no loss, and the PipelineModule has no loss_fn")
             return found.to(self.engine.model.device)
+        if self.engine.slots.slots:
+            self._check_slots(rows_of(pair))
         parts = split_batch(pair, self.engine.micro_batches)
         # Before the schedule, which would compute with activations of other batches.
         self._compare(pair)
@@ -83,6 +85,19 @@ class IntegrationRunner:
         # A copy, so that the engine's own loss stays without a gradient.
         self._leaves.append(loss.to(self.engine.model.device, copy=True).requires_grad_())
         return self._leaves[-1]
+
+    def _check_slots(self, rows: int) -> None:
+        slots = self.engine.slots
+        if rows % slots.count:
+            raise ValueError(
+                f"reproducible.slots is {slots.slots}, and a batch of {rows} rows is {slots.count} slots of this copy of "
+                f"the pipeline: make its rows a multiple of {slots.count} (drop_last=True for the last one of an epoch)"
+            )
+        if self.accumulation > 1:
+            raise ValueError(
+                f"reproducible.slots is {slots.slots}, and {self.accumulation} batches are accumulated: one batch of a "
+                "pipeline has all slots of a step; accumulate nothing, or set more slots"
+            )
 
     def outputs(self, inputs: Any, everywhere: bool) -> Any:
         """See `PipelineModule.outputs`."""

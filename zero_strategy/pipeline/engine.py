@@ -134,6 +134,8 @@ class PipelineEngine(ZeroEngine):
         self._schedules: dict[tuple[bool, int], PipeSchedule] = {}
         self.chosen: Choice | None = None
         self._steps_agreed = self._timeline_begun = self._torn = False
+        if self.slots.slots:
+            self.slots.in_a_batch = self.slots.count
         self._hooks = _Hooks(self)
         self.executor = Executor(
             module.chunk_functions(),
@@ -249,7 +251,7 @@ class PipelineEngine(ZeroEngine):
         self._write_timeline(found)
         if measures:
             self._choose(count, found)
-        loss = self._mean_over_slots().to(found.loss.dtype) if self.slots.slots else self._mean_loss(found.loss)
+        loss = self._mean_over_slots(found.loss.dtype) if self.slots.slots else self._mean_loss(found.loss)
         self.observed.mark("loss", loss)
         return loss
 
@@ -352,8 +354,8 @@ class PipelineEngine(ZeroEngine):
         everyone = self.mesh.control.all_gather_small(loss.reshape(1).double())
         return torch.stack(everyone).mean().to(loss.dtype)
 
-    def _mean_over_slots(self) -> Tensor:
-        """The same bits for any number of stages and copies: each loss counts by itself. float64."""
+    def _mean_over_slots(self, dtype: torch.dtype) -> Tensor:
+        """The same bits for any number of stages and copies: each loss counts by itself."""
         placement = self.pipeline.placement
         last = placement.rank_of(placement.stages - 1)
         mine = torch.zeros(1, dtype=torch.float64)
@@ -361,7 +363,9 @@ class PipelineEngine(ZeroEngine):
             losses = self._hooks.losses
             ordered = torch.stack([losses[number] for number in range(self.slots.count)])
             mine = self.slots.mean(ordered.double().tolist()).reshape(1)
-        return self.pipe.all_gather_small(mine)[last].reshape(())
+        mean = self.pipe.all_gather_small(mine)[last].reshape(())
+        self.slots.note_mean(mean)
+        return mean.to(dtype)
 
     def _write_timeline(self, found: Run) -> None:
         """Write what the first pipeline's ranks did into the file that is configured, which a new run begins anew."""

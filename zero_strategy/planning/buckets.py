@@ -203,6 +203,8 @@ class BucketFacts:
 
     def keeps_full(self, config: ZeroConfig, accumulation: int) -> bool:
         """True if a buffer of full gradients stays from step to step, as in a `GradientBucket`."""
+        if config.reproducible.slots:
+            return False
         all_owned = not PLACEMENTS[config.stage].shard_optimizer or self.layout.slice_numel == self.layout.numel
         return config.gradient_reduction == "per_step" and (accumulation > 1 or all_owned)
 

@@ -47,6 +47,7 @@ from zero_strategy.planning.model_shape import (
     optimizer_state,
     state_of,
 )
+from zero_strategy.planning.slot_bytes import sums_over_slots
 from zero_strategy.runtime.host_bytes import PAGE
 
 DeviceType = Literal["cpu", "cuda"]
@@ -176,7 +177,7 @@ class MemoryPlan:
         config, tier = self.resolved.config, self.offload.parameters
         for entry in peaks_of(units, config, tier, self.device_type, self.accumulation):
             ledger.add(entry)
-        for entry in self._sums_going_down(units, rank):
+        for entry in (*self._sums_going_down(units, rank), *sums_over_slots(units, config, rank, self.device_type)):
             ledger.add(entry)
         device, host = self._activation_bytes()
         for owner, nbytes in (("reserved", self.activations), ("micro-batch", device)):

@@ -84,19 +84,18 @@ class SumOrder:
     @cached_property
     def results(self) -> list[Node]:
         """The nodes that come out, in order: the fewest."""
-        there = {node for node in self.nodes if node is not None}
-        assert len(there) == sum(node is not None for node in self.nodes), "no two ranks have the same slots"
-        merged = True
-        while merged:
-            merged = False
-            for node in sorted(there):
-                path = ancestors(self.slots, node)
-                if path and path[0][1] in there and path[0][2] in there:
-                    parent, left, right = path[0]
-                    there = there - {left, right} | {parent}
-                    merged = True
+        there = sorted(node for node in self.nodes if node is not None)
+        assert len(set(there)) == len(there), "no two ranks have the same slots"
+        found: list[Node] = []
+        for node in there:
+            # Siblings are neighbours here, and so are those that their sums make up.
+            for parent, left, right in ancestors(self.slots, node):
+                if right != node or not found or found[-1] != left:
                     break
-        return sorted(there)
+                found.pop()
+                node = parent
+            found.append(node)
+        return found
 
     def add_up(self, parts: Sequence[Tensor], into: Sequence[Tensor], factor: float = 1.0) -> None:
         """Write each result's sum, times a factor.

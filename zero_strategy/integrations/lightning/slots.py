@@ -29,7 +29,7 @@ def set_accumulation(trainer: Any, slots: SlotSteps) -> None:
     Raises:
         ValueError: If it was given another number; names both.
     """
-    wanted, given = slots.count, trainer.accumulate_grad_batches
+    wanted, given = slots.batches, trainer.accumulate_grad_batches
     if given == wanted:
         return
     if given != 1:
@@ -58,11 +58,16 @@ def slot_loader(dataloader: Any, engine: ZeroEngine, trainer: Any) -> Any:
         return dataloader
     sampler = getattr(dataloader, "sampler", None)
     shuffle, drop_last, seed = _order_of(dataloader, sampler, slots)
+    if dataloader.batch_size % slots.in_a_batch:
+        raise ValueError(
+            f"reproducible.slots is {slots.slots}, and a batch of {dataloader.batch_size} samples is {slots.in_a_batch} "
+            f"slots of a pipeline's copy: make batch_size a multiple of {slots.in_a_batch}, as slots have equal sizes"
+        )
     own = SlotSampler(
         dataloader.dataset,
         slots.slots,
         slots.own,
-        dataloader.batch_size,
+        dataloader.batch_size // slots.in_a_batch,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
@@ -102,7 +107,7 @@ def _seed() -> int:
 
 def start_inside(dataloader: Any, loop: Any, slots: SlotSteps) -> None:
     """Let a loader begin in the epoch, and at the step, of a fit loop, which may have been resumed inside of one."""
-    sampler, done = getattr(dataloader, "sampler", None), loop.epoch_loop.batch_progress.current.ready // slots.count
+    sampler, done = getattr(dataloader, "sampler", None), loop.epoch_loop.batch_progress.current.ready // slots.batches
     if isinstance(sampler, SlotSampler):
         sampler.set_epoch(loop.epoch_progress.current.processed)
     if isinstance(sampler, SlotSampler) and loop.restarting and 0 < done < sampler.steps:
@@ -115,7 +120,7 @@ def progress_here(checkpoint: dict[str, Any], counters: Mapping[str, Any], slots
     Raises:
         ValueError: If it was saved inside of a step.
     """
-    before, now = counters.get(MICRO), slots.count
+    before, now = counters.get(MICRO), slots.batches
     fit = checkpoint.get("loops", {}).get("fit_loop")
     if not fit or not before:
         return
