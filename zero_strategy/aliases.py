@@ -48,7 +48,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "activation.timings": "activation.settings",
         "activation.tracking": "activation.functional",
         "checkpoint.checksums": "checkpoint.ranges",
-        "checkpoint.compare": "cli.checkpoint_checks",
+        "checkpoint.compare": "cli.diff_checkpoints",
         "checkpoint.interop": "convert",
         "checkpoint.interop.deepspeed": "convert.deepspeed",
         "checkpoint.remote": "checkpoint.storage",

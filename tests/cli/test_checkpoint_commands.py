@@ -17,7 +17,7 @@ from tests.convert.foreign import check, our_checkpoint, trained
 from tests.convert.test_portable import ADAM, MODEL, RECORDS, tensor_files
 from zero_strategy.checkpoint.reader import CheckpointReader
 from zero_strategy.cli import main
-from zero_strategy.cli.checkpoint_checks import compare
+from zero_strategy.cli.diff_checkpoints import compare
 from zero_strategy.convert.convert import convert, open_any, state_of
 from zero_strategy.convert.portable import loaded, portable_of
 
@@ -99,7 +99,7 @@ def test_every_kind_of_difference(ours: Path, tmp_path: Path, capsys: pytest.Cap
     assert by_name["counters", "global_steps"]["what"] == "only in A"
     assert run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--weights-only")[0] == 1
     assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "3/7" in capsys.readouterr().out
+    assert "w: 3 of 7 elements differ" in capsys.readouterr().out
 
 
 def test_moments_and_hyper_parameters_differ(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

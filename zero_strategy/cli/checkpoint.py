@@ -7,8 +7,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from zero_strategy.runtime.terminal import complain, parse_size, size, table
 
 if TYPE_CHECKING:
     from zero_strategy.checkpoint.reader import StateReader
-    from zero_strategy.cli.checkpoint_checks import Difference
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -222,47 +221,49 @@ def add_diff(actions: Any) -> None:
     parser = parser_for(
         actions,
         "diff",
-        "what differs between two checkpoints",
-        "Compares names, shapes, dtypes and every element of two checkpoints of any format, and their step counts,\n"
-        "hyper-parameters and counters. Exit status: 0 equal, 1 different, 2 error.",
-        "  zero-strategy checkpoint diff runs/step100 runs/step200\n"
+        "where two checkpoints, or two runs, first differ",
+        "Compares two checkpoints of any format: every element of weights and optimizer states, names, shapes,\n"
+        "dtypes, step counts, hyper-parameters, random states. Says in words which parameter and element differ\n"
+        "first, by how much, which rank wrote it, and what the pattern of all differences tells. Who saved, and in\n"
+        "how many files, is no difference. Of two folders of checkpoints: the first step at which they differ.\n"
+        "Exit status: 0 equal, 1 different, 2 could not be compared.",
+        "  zero-strategy checkpoint diff runs/step100 again/step100\n"
+        "  zero-strategy checkpoint diff runs again            # the first step that differs\n"
+        "  zero-strategy checkpoint diff runs/step100 again/step100 --tolerance 4 --all\n"
         "  zero-strategy checkpoint diff exported.pt runs/step200 --weights-only",
     )
-    parser.add_argument("a", help="a checkpoint of any format")
-    parser.add_argument("b", help="another one")
+    parser.add_argument("a", help="a checkpoint of any format, or a folder of ours")
+    parser.add_argument("b", help="another one; beside a folder: its checkpoint of as many steps, or `latest`")
+    parser.add_argument("--all", action="store_true", help="tell of all tensors, not of the first ten of a kind")
+    parser.add_argument(
+        "--tolerance", type=int, default=0, metavar="ULPS", help="numbers so close are equal; default 0: compare bits"
+    )
     parser.add_argument("--weights-only", action="store_true", help="leave optimizers and counters out")
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums meanwhile")
 
 
 def run_diff(options: argparse.Namespace) -> int:
     """Runs the action; returns the exit status."""
-    from zero_strategy.cli.checkpoint_checks import bytes_to_compare, compare
-    from zero_strategy.convert.convert import open_any
+    from zero_strategy.cli import diff_report, diff_runs
+    from zero_strategy.cli.diff_checkpoints import bytes_to_compare, compare
 
-    a, b = (open_any(path, verify=not options.no_verify) for path in (options.a, options.b))
-    with progress_bar(options, "diff") as progress:
-        total = bytes_to_compare(a, b, weights_only=options.weights_only)
-        found = compare(a, b, weights_only=options.weights_only, progress=progress(total))
-    if options.json:
-        entries = [{k: _finite(v) for k, v in asdict(entry).items()} for entry in found.differences]
-        print(json.dumps({"tensors": found.tensors, "equal": found.equal, "differences": entries}, indent=1))
-        return int(bool(found.differences))
-    if found.differences:
-        header = ("where", "name", "what", "A", "B", "elements", "max abs", "max rel")
-        print(table([_row(entry) for entry in found.differences], header, right=(5, 6, 7)))
-    print(f"{found.equal} of {found.tensors} tensors in both are equal; {len(found.differences)} difference(s)")
-    return int(bool(found.differences))
-
-
-def _row(entry: Difference) -> tuple[str, ...]:
-    if not entry.numel:
-        return (entry.where, entry.name, entry.what, entry.a, entry.b, "", "", "")
-    numbers = (f"{entry.elements}/{entry.numel}", f"{entry.max_abs:.3g}", f"{entry.max_rel:.3g}")
-    return (entry.where, entry.name, entry.what, entry.a, entry.b, *numbers)
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if value in (float("inf"), float("-inf")) else value
+    settings = {"weights_only": options.weights_only, "tolerance": options.tolerance}
+    runs = [diff_runs.run_of(path) for path in (options.a, options.b)]
+    if runs[0] is not None and runs[1] is not None:
+        told = diff_runs.compare_runs(
+            runs[0], runs[1], partial(progress_bar, options), verify=not options.no_verify, **settings
+        )
+        found, different = diff_runs.runs_as_json(told), told.first is not None
+        lines = diff_runs.runs_report(told, everything=options.all)
+    else:
+        a, b = diff_runs.opened(options.a, options.b, runs, verify=not options.no_verify)
+        with progress_bar(options, "diff") as progress:
+            total = bytes_to_compare(a, b, weights_only=options.weights_only)
+            compared = compare(a, b, **settings, progress=progress(total))
+        found, different = diff_report.as_json(compared), bool(compared.differences)
+        lines = diff_report.report(compared, everything=options.all)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(map(shown, lines)))
+    return int(different)
 
 
 def add_inspect(actions: Any) -> None:
