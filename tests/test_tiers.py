@@ -27,6 +27,8 @@ FEATURES = {
         "integrations/lightning/test_checkpoints.py", "checkpoint/test_background_saves.py",
         "checkpoint/test_removals.py",
         "checkpoint/test_remote.py",
+        "cli/test_diff.py",
+        "cli/test_diff_runs.py",
     ],
     "guides/deepspeed_json.md": ["config/test_deepspeed_json.py"],
     "guides/deepspeed_scripts.md": [

@@ -5,7 +5,7 @@ zero-strategy build [--cuda] [--arch 90]   compile the native ops and the file I
 zero-strategy doctor                       what this installation has, what is wrong with it, and what to do
 zero-strategy checkpoint inspect PATH      what a checkpoint of any format holds
 zero-strategy checkpoint verify DIR        read a checkpoint and compare every byte with its checksums
-zero-strategy checkpoint diff A B          what differs between two checkpoints
+zero-strategy checkpoint diff A B          where two checkpoints, or two runs, first differ
 zero-strategy checkpoint convert IN OUT    from any format to any other
 zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote

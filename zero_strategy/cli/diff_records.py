@@ -173,10 +173,13 @@ def _compare_random(walk: _Walk, rank: int, path: str, mine: bytes, theirs: byte
     where = f"random state of rank {rank}"
     try:
         states = [bounded_json.parse(content, path) for content in (mine, theirs)]
-        described = [{key: _generator(key, value) for key, value in state.items()} for state in states]
+        described = [{str(key): _generator(key, value) for key, value in state.items()} for state in states]
     except (ValueError, AttributeError, TypeError, RuntimeError):
         return False
-    walk.values(where, "", *described)
+    for key in dict.fromkeys([*described[0], *described[1]]):
+        a, b = (each.get(key, "not there") for each in described)
+        if a != b:
+            walk.add(where, key, "record", a, b)
     return True
 
 

@@ -171,15 +171,17 @@ def _of_one_slice(values: Sequence[Difference]) -> str:
         hits = [place.hits_b if side == "B" else place.hits_a for place in places]
         # Tensors that one rank wrote as a whole fit any other's slice where nothing tells whose they are.
         whole = [place.first.part_b if side == "B" else place.first.part_a for place in places]
-        parts = [of[0].part if len(of) == 1 else None if of else part for of, part in zip(hits, whole, strict=True)]
-        if not any(hits) or not all(part and (of or part.count == 1) for part, of in zip(parts, hits, strict=True)):
+        parts = [
+            of[0].part if len(of) == 1 else part if part and part.count == 1 and not of else None
+            for of, part in zip(hits, whole, strict=True)
+        ]
+        known = [part for part in parts if part is not None]
+        writers = {part.rank: part.writer for part in known if part.rank is not None}
+        if len(known) < len(values) or 2 * sum(each.elements for each in values) < sum(part.numel for part in known):
             continue
-        if 2 * sum(each.elements for each in values) < sum(part.numel for part in parts if part is not None):
-            continue
-        if len(values) == 1:
-            return f"All that differs in {_full(values[0])}: {_slice(hits[0][0], side)}: {advice}"
-        writers = {part.rank: part.writer for part in parts if part is not None and part.rank is not None}
-        if len(writers) == 1:
+        if len(values) == 1 and hits[0]:
+            return f"All that differs in {_full(values[0])}: {_much(hits[0][0])}, in {side}: {advice}"
+        if len(values) > 1 and len(writers) == 1 and (any(hits) or all(part.of_several for part in known)):
             where = f"in {_tensors(len(values))}, was written by {next(iter(writers.values()))} in {side}"
             return f"All that differs, {where}: {advice}"
     return ""
@@ -222,7 +224,12 @@ def _tensors(count: int) -> str:
 def _areas(records: Sequence[Difference]) -> str:
     """Places of records, each once, as a clause."""
     named = [
-        f"{each.name.partition('.')[2]} of {_place(each)}" if _is_group(each) else _place(each) for each in records
+        f"{each.name.partition('.')[2]} of {_place(each)}"
+        if _is_group(each)
+        else f"{each.where} ({each.name})"
+        if each.where == "files"
+        else _place(each)
+        for each in records
     ]
     found = list(dict.fromkeys(named))
     return f"{_some(found)} {'differs' if len(found) == 1 else 'differ'}"
@@ -390,10 +397,6 @@ def _slices(places: Places) -> list[str]:
             few = " and ".join(_much(hit) for hit in hits) if len(hits) <= 3 else f"in slices of {len(hits)} ranks"
             told.setdefault(few, []).append(side)
     return [f"{few}, in {' and '.join(sides)}" for few, sides in told.items()]
-
-
-def _slice(hit: Hit, side: str) -> str:
-    return f"{_much(hit)}, in {side}"
 
 
 def _much(hit: Hit) -> str:

@@ -27,6 +27,7 @@ class Part:
         rank: The rank; None where nothing tells.
         certain: False where the rank is that of the usual order, and not recorded.
         number, count: Place among the tensor's parts, from 1, and how many there are.
+        of_several: The rank is known, and other ranks wrote other tensors.
     """
 
     start: int
@@ -35,6 +36,7 @@ class Part:
     certain: bool = True
     number: int = 1
     count: int = 1
+    of_several: bool = False
 
     @property
     def numel(self) -> int:
@@ -66,14 +68,17 @@ def parts_of(reader: StateReader, spec: TensorSpec, kind: FileKind) -> list[Part
     manifest, path = reader.manifest, file_of(reader.manifest, spec.name, kind)
     if manifest.pieces is not None:
         slices = manifest.pieces.slices.get(path, {}).get(spec.name, [])
-        return _numbered([(one.start, one.stop) for one in slices], [one.rank for one in slices], certain=True)
+        ranks = [one.rank for one in slices]
+        return _numbered(
+            [(one.start, one.stop) for one in slices], ranks, certain=True, of_several=manifest.world_size > 1
+        )
     blocks = manifest.checksums.tensors.get(path, {}).get(spec.name, [])
     most = BLOCK_BYTES // spec.dtype.itemsize
     starts = [block.start for block in blocks if block.start % most or block.start == 0]
     bounds = list(pairwise([*starts, spec.numel])) if blocks else []
     world = manifest.world_size
-    ranks = list(range(world)) if len(bounds) == world else [None] * len(bounds)
-    return _numbered(bounds, ranks, certain=_has_no_divisor(world))
+    known: list[int | None] = list(range(world)) if len(bounds) == world else [None] * len(bounds)
+    return _numbered(bounds, known, certain=_has_no_divisor(world))
 
 
 def file_of(manifest: Manifest, name: str, kind: FileKind) -> str:
@@ -81,7 +86,9 @@ def file_of(manifest: Manifest, name: str, kind: FileKind) -> str:
     return manifest.weights[name].file if kind == "model" else manifest.optimizers[kind[0]].states[kind[1]]
 
 
-def _numbered(bounds: Sequence[tuple[int, int]], ranks: Sequence[int | None], *, certain: bool) -> list[Part]:
+def _numbered(
+    bounds: Sequence[tuple[int, int]], ranks: Sequence[int | None], *, certain: bool, of_several: bool = False
+) -> list[Part]:
     """Parts of ranges in order; neighbours of one rank are one part."""
     joined: list[tuple[int, int, int | None]] = []
     for (start, stop), rank in zip(bounds, ranks, strict=True):
@@ -89,7 +96,8 @@ def _numbered(bounds: Sequence[tuple[int, int]], ranks: Sequence[int | None], *,
             start = joined.pop()[0]
         joined.append((start, stop, rank))
     return [
-        Part(start, stop, rank, certain, number, len(joined)) for number, (start, stop, rank) in enumerate(joined, 1)
+        Part(start, stop, rank, certain, number, len(joined), of_several)
+        for number, (start, stop, rank) in enumerate(joined, 1)
     ]
 
 
