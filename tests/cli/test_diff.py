@@ -97,7 +97,7 @@ def diff(capsys: pytest.CaptureFixture[str]) -> Diff:
 def test_the_number_of_ranks_is_no_difference(a: Path, tmp_path: Path, diff: Diff, world_size: int) -> None:
     status, found, text = diff(a, put(tmp_path / "b", world_size=world_size))
     assert status == 0 and found["differences"] == [] and found["equal"] == found["tensors"] == 11
-    assert text.startswith("The two are equal, in all 11 tensors and all records")
+    assert text.startswith("The two are equal, in 11 tensors and all records")
     assert ("saved by 2 rank(s) at stage 2, B by" in text) == (world_size != 2) == bool(found["layout"])
 
 
@@ -222,7 +222,7 @@ def test_states_averages_and_rounding(a: Path, tmp_path: Path, diff: Diff) -> No
     assert found["conclusion"].endswith("all 5 weights are equal.")
     status, found, text = diff(a, near, "--tolerance", 1)
     assert status == 0 and found["equal_by_tolerance"] == 1
-    assert text.startswith("The two are equal, in all 11 tensors (1 of them within the tolerance)")
+    assert text.startswith("The two are equal, in 11 tensors (1 of them within the tolerance)")
     assert diff(a, near, "--weights-only")[0] == 0
     states = {"0": {"average": STATES["0"]["average"]}}
     _, found, _ = diff(a, put(tmp_path / "fewer", None, states))
@@ -236,8 +236,8 @@ def test_everything_differs(a: Path, tmp_path: Path, diff: Diff) -> None:
     states = {"0": {kind: {name: t + 1 for name, t in tensors.items()} for kind, tensors in STATES["0"].items()}}
     _, found, _ = diff(a, put(tmp_path / "b", weights, states, group={"lr": 0.2}))
     assert found["conclusion"] == (
-        "Everything differs (10 of 11 tensors): other data, another seed or settings; also, lr of optimizer 0 group 0 "
-        "differs."
+        "Everything differs (10 of 11 tensors): other data, another seed or settings; also different: lr of "
+        "optimizer 0 group 0."
     )
 
 
@@ -245,8 +245,8 @@ def test_settings(a: Path, tmp_path: Path, diff: Diff) -> None:
     group = {"lr": 0.2, "betas": (0.9, 0.98), "fused": True}
     _, found, text = diff(a, put(tmp_path / "b", group=group))
     assert found["conclusion"] == (
-        "No tensor differs; lr of optimizer 0 group 0, betas[1] of optimizer 0 group 0, fused of optimizer 0 group 0 "
-        "differ."
+        "No tensor differs; different: lr of optimizer 0 group 0, betas[1] of optimizer 0 group 0, fused of "
+        "optimizer 0 group 0."
     )
     assert "optimizer 0 group 0: lr is 0.1 in A and 0.2 in B" in text and "fused is only in B: True" in text
     scale = {"scale": 65536.0, "good_steps": 3, "skipped": 0}
@@ -335,7 +335,7 @@ def test_ten_of_a_kind_unless_all_are_asked_for(tmp_path: Path, diff: Diff) -> N
     assert diff(tmp_path / "a", tmp_path / "b", "--all")[2].count("elements differ") == 12
 
 
-def test_damage_is_named(a: Path, tmp_path: Path, diff: Diff) -> None:
+def test_the_damaged_one_of_two_checkpoints_is_named(a: Path, tmp_path: Path, diff: Diff) -> None:
     shutil.copytree(a, tmp_path / "b")
     for name in ("model.safetensors", "optimizer/exp_avg.safetensors"):
         file = tmp_path / "b" / name
@@ -384,3 +384,44 @@ def test_blocks_larger_than_a_checksum_s(tmp_path: Path, diff: Diff) -> None:
     assert (entry["places"]["start"], entry["places"]["stop"]) == (numel - 10, numel)
     assert entry["places"]["first"]["part_a"]["stop"] == numel  # the end of a block is none of a slice
     assert "written by rank 0, in A and B" in text
+
+
+def test_what_could_not_be_compared(a: Path, tmp_path: Path, diff: Diff) -> None:
+    (tmp_path / "empty").mkdir()
+    for other in (tmp_path / "empty", tmp_path / "none", ""):
+        status, found, text = diff(a, other)
+        assert status == 2 and found.keys() == {"error"} and found["error"] in text
+    shutil.copytree(a, tmp_path / "b")
+    (tmp_path / "b/optimizer/exp_avg.safetensors").unlink()
+    assert "exp_avg.safetensors is missing" in diff(a, tmp_path / "b")[2]
+
+
+def test_odd_tensors_numbers_and_names(tmp_path: Path, diff: Diff) -> None:
+    odd = {
+        "none": torch.zeros(3, 0, 2),
+        "number": torch.tensor(3),
+        "flags": torch.tensor([True, False]),
+        "wave": torch.tensor([1 + 2j, 3j]),
+        "small": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "a\x1b[31m\nb": torch.ones(2),
+    }
+    other = {name: tensor.clone() for name, tensor in odd.items()}
+    other["number"] += 1
+    other["flags"][1] = True
+    other["wave"][1] = -3j
+    other["small"].view(torch.uint8)[0] += 3
+    other["a\x1b[31m\nb"][1] = 2
+    huge = {"counters": {"global_steps": 10**300}, "user": {"n": 10**300, "x": math.nan}}
+    save(tmp_path / "a", odd, world_size=1, manifest=huge)
+    save(tmp_path / "b", other, world_size=1, manifest={**huge, "user": {"n": 10**300 + 1, "x": math.nan}})
+    _, found, text = diff(tmp_path / "a", tmp_path / "b")
+    assert found["tensors"] == 6 and len(found["differences"]) == 6
+    assert "user: n is a whole number of 997 bits in A" in text and "step a whole number of 997 bits" in text
+    assert "3 (0x0000000000000003) in A, 4 (0x0000000000000004) in B" in text
+    assert "False (0x00) in A, True (0x01) in B" in text
+    assert "1.0 (0x38) in A, 1.375 (0x3b) in B, 3 ulps apart" in text
+    assert "(0x00000000,0x40400000) in A" in text and "(0x80000000,0xc0400000) in B" in text
+    assert "a\\x1b[31m\\nb: 1 of 2 elements differ" in text
+    save(tmp_path / "nothing", {}, world_size=1)
+    assert diff(tmp_path / "nothing", tmp_path / "nothing")[0] == 0
+    assert "no name of a weight in common" in diff(tmp_path / "nothing", tmp_path / "a", "--weights-only")[2]

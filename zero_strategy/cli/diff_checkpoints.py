@@ -171,7 +171,7 @@ def _tally(
 
 
 def _pairs(a: StateReader, b: StateReader, weights_only: bool) -> Iterator[_Pair]:
-    """All tensors, those of the model first, in the order of the module."""
+    """All tensors, those of the model first, in the order of the module among those of one size of elements."""
     seen: set[tuple[str, str]] = set()
     for name in dict.fromkeys([*_in_order(a), *_in_order(b)]):
         mine, theirs = (_weight(reader, name) for reader in (a, b))
@@ -199,7 +199,7 @@ def _pairs(a: StateReader, b: StateReader, weights_only: bool) -> Iterator[_Pair
 
 
 def _in_order(reader: StateReader) -> list[str]:
-    """Names of weights in the order of the module; files have theirs in that of the sizes of elements."""
+    """Names of weights as the manifest has them; the reader's are file by file."""
     return list(reader.manifest.weights if reader.has_manifest else reader.weights)
 
 

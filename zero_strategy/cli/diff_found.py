@@ -73,7 +73,9 @@ class Side:
         if not reader.has_manifest:
             return cls(str(reader.directory))
         manifest = reader.manifest
-        names = {str(n) for o in manifest.optimizers.values() for g in o.param_groups for n in g.get("params", ())}
+        groups = [group.get("params") for each in manifest.optimizers.values() for group in each.param_groups]
+        # Whoever wrote the manifest may have put anything there.
+        names = {name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)}
         facts = (str(reader.directory), step_of(manifest.counters))
         if not is_native(reader):
             return cls(*facts, trained=frozenset(names))
@@ -107,12 +109,12 @@ class Comparison:
 
     @property
     def of_tensors(self) -> list[Difference]:
-        """Those of values, shapes, dtypes and names of tensors."""
+        """Differences of values, shapes, dtypes and names of tensors."""
         return [each for each in self.differences if each.where in self.totals]
 
     @property
     def of_records(self) -> list[Difference]:
-        """All others."""
+        """All other differences."""
         return [each for each in self.differences if each.where not in self.totals]
 
 

@@ -17,6 +17,7 @@ import torch
 
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.agreement import REFERENCES
+from zero_strategy.checkpoint.folders import SINGLE_NAME
 from zero_strategy.checkpoint.layout import TensorSpec
 from zero_strategy.checkpoint.manifest import AVERAGE, INDEX_NAME, Manifest
 from zero_strategy.checkpoint.reader import StateReader
@@ -76,7 +77,8 @@ def layout_notes(a: StateReader, b: StateReader) -> Iterator[str]:
     """Sentences on who saved the two, and in how many files, where that differs."""
     if not (is_native(a) and is_native(b)):
         if is_native(a) != is_native(b):
-            yield "one is of another format, which does not tell who saved it"
+            side = "B" if is_native(a) else "A"
+            yield f"{side} is of another format or weights alone, which do not tell who saved them"
         return
     one, other = a.manifest, b.manifest
     if (one.world_size, one.stage) != (other.world_size, other.stage):
@@ -152,7 +154,7 @@ def _small_files(walk: _Walk, a: StateReader, b: StateReader, layout: list[str])
 
 
 def _without_tensors(manifest: Manifest) -> list[str]:
-    with_tensors = {record.file for record in manifest.weights.values()} | {INDEX_NAME}
+    with_tensors = {record.file for record in manifest.weights.values()} | {INDEX_NAME, SINGLE_NAME}
     with_tensors |= {path for record in manifest.optimizers.values() for path in record.states.values()}
     return [path for path in sorted(manifest.files) if path not in with_tensors]
 

@@ -10,6 +10,7 @@ from typing import Any
 from zero_strategy.checkpoint.manifest import AVERAGE
 from zero_strategy.cli.diff_found import MODEL, STEP, Comparison, Difference, Side
 from zero_strategy.cli.diff_tensors import Element, Hit, Places
+from zero_strategy.runtime.shown import brief
 
 MOST = 10
 """Differences of a kind that are told unless all are asked for."""
@@ -49,7 +50,7 @@ def report(found: Comparison, *, everything: bool = False, from_first_step: bool
 
 
 def as_json(found: Comparison, *, from_first_step: bool = False) -> dict[str, Any]:
-    """The same for programs; infinities as texts."""
+    """A comparison for programs; infinities as texts."""
     return {
         "conclusion": conclusion(found, from_first_step=from_first_step),
         "a": _side_as_json(found.a),
@@ -82,16 +83,16 @@ def conclusion(found: Comparison, *, from_first_step: bool = False) -> str:
     if not found.differences:
         near = f" ({found.near} of them within the tolerance)" if found.near else ""
         saved = ", though they were saved in different ways" if found.layout else ""
-        return f"The two are equal, in all {found.tensors} tensors{near} and all records{saved}."
+        return f"The two are equal, in {_tensors(found.tensors)}{near} and all records{saved}."
     if (steps := (found.a.step, found.b.step))[0] != steps[1] and None not in steps:
         what = "so they are expected to differ: compare equal steps, or the folders of both runs"
         if not found.of_tensors:
             what = "and no tensor differs: nothing was trained in between"
-        return f"A is of step {steps[0]} and B of step {steps[1]}, {what}."
+        return f"A is of step {brief(steps[0])} and B of step {brief(steps[1])}, {what}."
     if not found.of_tensors:
-        return f"No tensor differs; {_areas(found.of_records)}."
+        return f"No tensor differs; different: {_areas(found.of_records)}."
     settings = [each for each in found.of_records if any(word in each.where for word in _SETTINGS)]
-    too = f"; also, {_areas(settings)}" if settings else ""
+    too = f"; also different: {_areas(settings)}" if settings else ""
     return f"{_of_structure(found) or _of_values(found, from_first_step)}{too}."
 
 
@@ -182,8 +183,11 @@ def _of_one_slice(values: Sequence[Difference]) -> str:
         if len(values) == 1 and hits[0]:
             return f"All that differs in {_full(values[0])}: {_much(hits[0][0])}, in {side}: {advice}"
         if len(values) > 1 and len(writers) == 1 and (any(hits) or all(part.of_several for part in known)):
-            where = f"in {_tensors(len(values))}, was written by {next(iter(writers.values()))} in {side}"
-            return f"All that differs, {where}: {advice}"
+            certain = all(part.rank is not None for part in known)
+            whose = (
+                f"{'was' if certain else 'was, or may have been,'} written by {next(iter(writers.values()))} in {side}"
+            )
+            return f"All that differs, in {_tensors(len(values))}, {whose}: {advice}"
     return ""
 
 
@@ -222,17 +226,15 @@ def _tensors(count: int) -> str:
 
 
 def _areas(records: Sequence[Difference]) -> str:
-    """Places of records, each once, as a clause."""
-    named = [
-        f"{each.name.partition('.')[2]} of {_place(each)}"
-        if _is_group(each)
-        else f"{each.where} ({each.name})"
-        if each.where == "files"
-        else _place(each)
-        for each in records
-    ]
-    found = list(dict.fromkeys(named))
-    return f"{_some(found)} {'differs' if len(found) == 1 else 'differ'}"
+    """Places of records, each once."""
+    return _some(dict.fromkeys(map(_area, records)))
+
+
+def _area(each: Difference) -> str:
+    inner = each.name.partition(".")[2]
+    if _is_group(each) and inner:
+        return f"{inner} of {_place(each)}"
+    return f"the file {each.name}" if each.where == "files" else _place(each)
 
 
 def _is_group(each: Difference) -> bool:
@@ -267,7 +269,7 @@ def _full(entry: Difference) -> str:
 
 def _side(side: Side) -> str:
     saved = "" if side.world_size is None else f"saved by {side.world_size} rank(s) at stage {side.stage}"
-    facts = [f"step {side.step}" if side.step is not None else "", saved, "in pieces" if side.pieces else ""]
+    facts = [f"step {brief(side.step)}" if side.step is not None else "", saved, "in pieces" if side.pieces else ""]
     known = ", ".join(filter(None, facts))
     return f"{side.path} ({known})" if known else side.path
 

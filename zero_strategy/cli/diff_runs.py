@@ -301,7 +301,7 @@ def _described(run: Run, other: Run) -> str:
 
 
 def runs_as_json(runs: RunsComparison) -> dict[str, Any]:
-    """The same for programs."""
+    """A comparison of runs for programs."""
     first = None if runs.found is None else as_json(runs.found, from_first_step=runs.before is None)
     return {
         "conclusion": f"{_sentence(runs)}.",
