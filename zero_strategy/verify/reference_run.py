@@ -199,7 +199,7 @@ class ReferenceRun:
             # Row-major, as in a bucket: with weights of another memory format so are activations, and dropout's draws.
             parameter.data = parameter.data.to(target).contiguous()
         if dtype is not None:
-            cast_buffers(self.model, dtype)
+            self._cast_buffers(dtype)
         known = {id(parameter): masters[name] for name, parameter in self.named.items()}
         for group in self.optimizer.param_groups:
             if any(id(parameter) not in known for parameter in group["params"]):
@@ -213,6 +213,9 @@ class ReferenceRun:
             if known[id(held)] is not held:
                 state[known[id(held)]] = state.pop(held)
         return masters
+
+    def _cast_buffers(self, dtype: torch.dtype) -> None:
+        cast_buffers(self.model, dtype)
 
     # ---- a step ----
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_strategy.activation.rng import RandomState, kept_random_state
+from zero_strategy.activation.rng import RandomState
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.process_group import group_takes_gpu, world_rank
 from zero_strategy.config import ResolvedConfig
@@ -28,6 +28,7 @@ from zero_strategy.optim import LossScaler
 from zero_strategy.optim.full_state import safe_get_full_fp32_param, safe_get_full_grad
 from zero_strategy.runtime.compute_device import current_gpu
 from zero_strategy.verify.compare import Comparison, Difference, PhaseCount, VerifyReport
+from zero_strategy.verify.disturbance import DisturbedRuns
 from zero_strategy.verify.reference_run import ReferenceRun, StepRecord, Tensors, flat_state
 from zero_strategy.verify.subject import (
     DEFAULT_TOLERANCE,
@@ -189,10 +190,6 @@ def place_to_train(ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-JITTERS = (1, 2)
-"""Seeds of the disturbed runs; what re-ordered summation explains is the larger of what they show."""
-
-
 class Verification:
     """One rank's part of a verification.
 
@@ -218,8 +215,7 @@ class Verification:
         run = self.run_of
         self.comparison = Comparison(run.control, self.tolerance, self._explained, run.owner, run.title)
         self._record = StepRecord()
-        self._taken: list[StepRecord] = []
-        self._disturbed: list[tuple[ReferenceRun, StepRecord]] = []
+        self._disturbed = DisturbedRuns(lambda seed: self._reference(self.run_of.subject, seed))
         self._steps = 0
 
     def _subject(self) -> Subject:
@@ -245,9 +241,9 @@ class Verification:
         run, clip_norm = self.run_of, self.settings.clip_norm
         if self.plain is not None:
             self._record, self._steps = self.plain.step(), step + 1
-            self._taken.append(StepRecord(taken=self._record.taken))
+            self._disturbed.note(self._record)
             if self.tolerance:
-                self._disturb()
+                self._disturbed.catch_up()
         phases: list[tuple[str, Callable[[], Tensors]]] = [
             ("loss", lambda: run.train(step)),
             *run.seen_in_training(),
@@ -291,31 +287,12 @@ class Verification:
 
     # ---- what re-ordered summation explains ----
 
-    def _disturb(self) -> None:
-        """Bring the disturbed runs to the step at which the plain one is."""
-        if not self._disturbed:
-            with kept_random_state():  # the sharded side goes on drawing
-                self._disturbed = [(self._reference(self.run_of.subject, seed), StepRecord()) for seed in JITTERS]
-        while (number := self._disturbed[0][0].steps_taken) < self._steps:
-            self._disturbed = [(run, run.step(self._taken[number])) for run, _ in self._disturbed]
-
     def _explained(self, phase: str, name: str, rank: int) -> float | None:
         if phase == "start":
             return 0.0
         if phase == "gradient" and not self._record.taken:
             return math.inf  # what an overflow leaves; both sides drop it
-        self._disturb()
-        plain = self._record.of(phase, rank).get(name)
-        if plain is None or not plain.is_floating_point():
-            return 0.0
-        if not plain.numel():
-            return 0.0
-        gaps = [torch.finfo(plain.dtype).eps * plain.abs().max().double()]
-        for _, record in self._disturbed:
-            if (other := record.of(phase, rank).get(name)) is not None:
-                gap = (other.double() - plain.double()).abs()
-                gaps.append(torch.where(gap.isfinite(), gap, 0.0).max())
-        return float(torch.stack(gaps).nan_to_num().max())
+        return self._disturbed.explained(self._record, phase, name, rank)
 
     def _report(self, found: list[Difference]) -> VerifyReport:
         comparison = self.comparison
