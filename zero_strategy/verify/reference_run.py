@@ -390,7 +390,7 @@ class ReferenceRun:
         dtypes = [values.dtype, *([] if self.settings.autocast is None else [self.settings.autocast])]
         step = max(torch.finfo(dtype).eps for dtype in dtypes)
         signs = torch.randint(0, 2, values.shape, generator=self._noise, device=values.device) * 2 - 1
-        return values.detach() * (1 + signs * step).to(values.dtype)
+        return values.detach() * (1 + signs.double() * step).to(values.dtype)  # in float32 a unit of float64 is nothing
 
 
 def add_gradients(total: dict[str, Tensor], found: dict[str, Tensor]) -> None:
