@@ -15,7 +15,8 @@ from zero_strategy.optim.fused import AdamRule, Segment
 from zero_strategy.verify import verify_here
 from zero_strategy.verify.reference_run import engine_rule, take_step
 from zero_strategy.verify.session import ShardedRun
-from zero_strategy.verify.subject import VerifySettings
+from zero_strategy.verify.subject import Subject, VerifySettings
+from zero_strategy.verify.whole_run import WholeRun
 
 
 class Shifted(nn.Module):
@@ -105,3 +106,22 @@ def test_the_engines_formula_is_held_against_torchs() -> None:
     found = take_step(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), WrongDecay(), names)
     assert set(found) == set(names.values())
     assert "the fused step and the optimizer's own differ by up to" in found["0.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_disturbed_run_is_off_by_units_of_its_own_dtype(dtype: torch.dtype) -> None:
+    settings = VerifySettings(steps=1)
+    plain = WholeRun(cast_subject(dtype), settings, 2).step().phases["gradient"]
+    disturbed = WholeRun(cast_subject(dtype), settings, 2, jitter=1).step().phases["gradient"]
+    for name in ("head.weight", "layers.0.0.weight"):
+        one, other = plain[name], disturbed[name]
+        assert one is not None and other is not None
+        gap = float((one.double() - other.double()).abs().max() / one.double().abs().max())
+        assert 0.1 * torch.finfo(dtype).eps < gap < 1000 * torch.finfo(dtype).eps
+
+
+def cast_subject(dtype: torch.dtype) -> Subject:
+    torch.manual_seed(0)
+    model, optimizer, batches, _ = shifted()
+    batches = [(inputs.to(dtype), targets) for inputs, targets in batches]
+    return Subject(model.to(dtype), optimizer, batches, lambda m, b: F.cross_entropy(m(b[0]), b[1]))

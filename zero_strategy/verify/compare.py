@@ -40,6 +40,7 @@ class Difference:
         largest: Largest absolute difference, None where values cannot be compared.
         explained: What re-ordered summation explains, None if not known.
         place: The rank in words, such as "rank 1 (stage 1)"; "": as the rank says.
+        hint: The kind of fault that the numbers point to, "" if none.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Difference:
     largest: float | None = None
     explained: float | None = None
     place: str = ""
+    hint: str = ""
 
     @property
     def times(self) -> float | None:
@@ -66,7 +68,7 @@ class Difference:
         text = f"{when}: {self.name}, {rank}: {self.what}"
         if self.times is not None:
             text += f"; re-ordered summation explains {self.explained:.3g}, this is {self.times:.3g} times as much"
-        return text
+        return text + (f"\n    hint: {self.hint}" if self.hint else "")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -136,7 +138,7 @@ class Comparison:
         ]
         asked = self.control.all_gather_objects([one for one in chosen if one[0]][:MOST_FETCHED])[0]
         sent = self.control.all_gather_objects(
-            {name: _on_host(mine[name]) for rank, name in asked if rank == self.control.rank and name in mine}
+            {name: on_host(mine[name]) for rank, name in asked if rank == self.control.rank and name in mine}
         )
         found: list[Difference] = []
         if expected is not None:
@@ -185,12 +187,12 @@ class Comparison:
         """
         mine, wanted = theirs.get(name), expected.get(name)
         if mine is None or wanted is None:
-            what = f"{_said(theirs, name)}, the plain run has {_said(expected, name)}"
+            what = f"{said(theirs, name)}, the plain run has {said(expected, name)}"
             return [Difference(step, phase, name, None if owned else rank, what)]
         if mine.shape != wanted.shape or mine.dtype != wanted.dtype:
             what = f"{tuple(mine.shape)} {mine.dtype}, the plain run has {tuple(wanted.shape)} {wanted.dtype}"
             return [Difference(step, phase, name, None if owned else rank, what)]
-        largest, first, what = _described(mine, wanted)
+        largest, first, what = described(mine, wanted)
         if phase == "norm" and largest <= NORM_ERROR * float(wanted.abs().max()):
             return []
         place: int | None = rank
@@ -226,7 +228,7 @@ def _odd(everyone: Sequence[dict[str, str]], wanted: Sequence[dict[str, str]]) -
     ]
 
 
-def _described(mine: Tensor, wanted: Tensor) -> tuple[float, int, str]:
+def described(mine: Tensor, wanted: Tensor) -> tuple[float, int, str]:
     """Largest difference, first element that differs (flattened), and both in words."""
     a, b = mine.cpu().double().reshape(-1), wanted.cpu().double().reshape(-1)
     off = ~((a == b) | (a.isnan() & b.isnan()))
@@ -239,13 +241,13 @@ def _described(mine: Tensor, wanted: Tensor) -> tuple[float, int, str]:
     return largest, first, what + f"{float(a[first]):.9g}, the plain run has {float(b[first]):.9g}"
 
 
-def _said(tensors: Tensors, name: str) -> str:
+def said(tensors: Tensors, name: str) -> str:
     if name not in tensors:
         return "there is nothing of that name"
     return "there is none" if tensors[name] is None else "there is one"
 
 
-def _on_host(tensor: Tensor | None) -> Tensor | None:
+def on_host(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().cpu()
 
 
@@ -279,6 +281,7 @@ class VerifyReport:
         phases: What was compared.
         differences: What differs in the first phase of the first step where anything does; empty if nothing does.
         pipeline_stages: Ranks that a copy of the model was divided among.
+        against: The distributed training where it is not this package's: "ddp", "fsdp2", the place of a function.
     """
 
     stage: int
@@ -289,6 +292,7 @@ class VerifyReport:
     phases: list[PhaseCount] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     pipeline_stages: int = 1
+    against: str = ""
 
     @property
     def passed(self) -> bool:
@@ -314,6 +318,7 @@ class VerifyReport:
         return {
             "passed": self.passed,
             "stage": self.stage,
+            "against": self.against,
             "pipeline_stages": self.pipeline_stages,
             "ranks": self.ranks,
             "steps": self.steps,
@@ -326,7 +331,8 @@ class VerifyReport:
     def __str__(self) -> str:
         how = "bit by bit" if not self.tolerance else f"within {self.tolerance:g} x what re-ordered summation explains"
         stages = f", {self.pipeline_stages} pipeline stages," if self.pipeline_stages > 1 else ""
-        lines = [f"stage {self.stage} on {self.ranks} rank(s){stages} against plain torch in one process, {how}"]
+        side = self.against or f"stage {self.stage}"
+        lines = [f"{side} on {self.ranks} rank(s){stages} against plain torch in one process, {how}"]
         if self.reason:
             lines.append(f"(not by bits: {self.reason})")
         lines += ["", f"{'phase':<18}{'compared':>10}{'equal bits':>12}{'largest / re-ordering':>23}"]

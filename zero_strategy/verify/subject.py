@@ -323,7 +323,7 @@ def _from_package(place: str) -> Any:
     return import_module(place)
 
 
-def place_of(factory: Factory) -> str:
+def place_of(factory: Callable[..., Any] | str) -> str:
     """Place at which another process finds a factory.
 
     Raises:
