@@ -36,6 +36,12 @@ Of a pipeline (--strategy pipeline, --stages, or pipeline.stages of the config) 
 loss): layers as PipelineModule takes them, batches of (inputs, labels), loss(outputs, labels); or (LightningModule with
 configure_pipeline, dataloader). Micro-batch a of copy d of the pipeline is batch (s x micro-batches + a) x copies + d.
 
+With --against the distributed side is not this package's: DistributedDataParallel, FSDP2 or DeepSpeed around the model
+of the same factory, or code of your own: a function(subject, settings), path.py:function, that returns an object with
+backward(batches), update() and weights() (zero_strategy.verify.distributed_run.DistributedRun). Values may differ by
+rounding, since the order in which others sum is not known; what differs more is named, with the kind of fault that the
+numbers point to.
+
 Exit status: 0 if nothing differs; 1 if something does; 2 if it could not be run."""
 
 _EXAMPLES = """\
@@ -43,6 +49,8 @@ examples:
   zero-strategy verify train.py:factory --strategy zero3_offload --ranks 2 --steps 5
   zero-strategy verify my_package.models:factory --config zero.yaml --dtype bf16 --clip 1.0 --accumulation 4
   zero-strategy verify train.py:layers --strategy pipeline --ranks 4 --stages 2 --stage 2 --accumulation 4
+  zero-strategy verify train.py:factory --against fsdp2 --clip 1.0 --dtype bf16
+  zero-strategy verify train.py:factory --against parallel.py:make --ranks 4
 """
 
 _DTYPES = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}
@@ -61,6 +69,12 @@ def add_verify_command(commands: Any) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--strategy", metavar="NAME", help="zero1, zero2, zero3, zero2_offload, ..., pipeline")
     chosen.add_argument("--config", metavar="FILE", help="our YAML or DeepSpeed's JSON, as for training")
+    parser.add_argument(
+        "--against",
+        metavar="SIDE",
+        help="a distributed training that is not this package's: ddp, fsdp2, deepspeed, plain (gradients averaged by "
+        "hand), or path.py:function of your own; deepspeed takes --stage and --config, fsdp2 --stage 2 or 3",
+    )
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="on top of it; default: the config's, 3")
     parser.add_argument("--stages", type=int, metavar="N", help="of a pipeline; default: the config's or all ranks")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start (default: %(default)s)")
@@ -81,7 +95,7 @@ def add_verify_command(commands: Any) -> None:
         type=float,
         metavar="TIMES",
         help="how many times what re-ordered summation explains may differ; 0: bits have to be equal; default: 0 where "
-        "the order can be reproduced (on the CPU), else 8",
+        "the order can be reproduced (on the CPU, without --against), else 8",
     )
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="until the ranks are given up")
     parser.add_argument("--traceback", action="store_true", help="where a rank failed, all that it raised")
@@ -123,6 +137,8 @@ def show(report: VerifyReport, *, as_json: bool) -> int:
 def _verified(options: argparse.Namespace) -> VerifyReport:
     from zero_strategy.verify import verify_on_new_ranks
 
+    if options.against is not None:
+        return _against(options)
     config, given = asked(options)
     return verify_on_new_ranks(options.factory, config, given, options.ranks, options.timeout)
 
@@ -133,8 +149,6 @@ def asked(options: argparse.Namespace) -> tuple[ZeroConfig, dict[str, Any]]:
     Raises:
         ValueError: If they make no sense.
     """
-    import torch
-
     from zero_strategy.config import load_config, preset
     from zero_strategy.verify.subject import VerifySettings
 
@@ -148,8 +162,17 @@ def asked(options: argparse.Namespace) -> tuple[ZeroConfig, dict[str, Any]]:
         config.pipeline.record("stages", stages, "--stages")
     if config.pipeline.stages > 1 and options.accumulation > 1 and config.pipeline.micro_batches is None:
         config.pipeline.record("micro_batches", options.accumulation, "--accumulation")
+    given = _how(options)
+    VerifySettings(**given)  # refused here, not on some rank
+    return config, given
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the training."""
+    import torch
+
     dtype = _DTYPES[options.dtype]
-    given = {
+    return {
         "steps": options.steps,
         "accumulation": options.accumulation,
         "clip_norm": options.clip,
@@ -158,8 +181,27 @@ def asked(options: argparse.Namespace) -> tuple[ZeroConfig, dict[str, Any]]:
         "seed": options.seed,
         "tolerance": options.tolerance,
     }
-    VerifySettings(**given)  # refused here, not on some rank
-    return config, given
+
+
+def _against(options: argparse.Namespace) -> VerifyReport:
+    """Compare a distributed training that is not this package's."""
+    from zero_strategy.runtime.bounded_json import parse
+    from zero_strategy.runtime.regular_files import read_text
+    from zero_strategy.verify.against import verify_against
+
+    for name in ("strategy", "stages"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"--{name} {value} is of this package's trainings; leave it out with --against")
+    given = None if options.config is None else parse(read_text(options.config), options.config)
+    return verify_against(
+        options.factory,
+        options.against,
+        ranks=options.ranks,
+        stage=options.stage,
+        deepspeed_config=given,
+        timeout=options.timeout,
+        **_how(options),
+    )
 
 
 _HEAD = "Traceback (most recent call last):\n"
