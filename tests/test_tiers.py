@@ -88,7 +88,9 @@ FEATURES = {
     "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],
     "guides/uneven_batches.md": ["integrations/lightning/test_uneven.py"],
     "guides/utilities.md": ["compat/megatron/test_on_ranks.py"],
-    "guides/verify.md": ["verify/test_calls.py", "verify/test_rounding.py"],
+    "guides/verify.md": [
+        "verify/test_calls.py", "verify/test_rounding.py", "verify/test_against_calls.py",
+    ],
     "reference/settings.md": ["config/test_schema.py"],
     "../README.md": ["examples/test_configs.py"],
 }  # fmt: skip
