@@ -446,6 +446,7 @@ class ZeroEngine:
         self.model.reducer.make_masters()
         if torch.is_grad_enabled() and self.module.training:
             self.slots.begin()
+            self.slots.tell("inputs", inputs)
         with self.observed.forward(inputs), self.model.root_in_use():
             yield
 
@@ -507,6 +508,7 @@ class ZeroEngine:
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
         self.model.moved.check("a norm of gradients", GRADIENTS)
+        self.slots.tell("clip", ("norm", float(max_norm), parameters is not None or optimizer is not None))
         with self.observed.span("clip"):
             norm = self._clipping.clip(
                 max_norm,
@@ -528,6 +530,7 @@ class ZeroEngine:
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         self.model.moved.check("clip_grad_value_()")
+        self.slots.tell("clip", ("value", float(clip_value), parameters is not None or optimizer is not None))
         self._clipping.clamp(clip_value, *self._chosen(optimizer, parameters))
 
     def grad_norm(

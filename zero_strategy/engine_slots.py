@@ -6,9 +6,9 @@ Where `reproducible.slots` is 0 a step is whatever the caller makes of it, and a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from zero_strategy.reproducible.streams import NumberedLayers, SlotStreams
 SEED, SLOTS, MICRO = "reproducible_seed", "reproducible_slots", "reproducible_micro_batches"
 """Counters of a checkpoint."""
 
+SlotEvent = Literal["inputs", "clip", "slot over"]
+"""`inputs`: what a micro-batch computes with, as an integration or a script says it; `clip`: (norm or value, bound, for
+some parameters only), when gradients are about to be clipped; `slot over`: the number of a slot whose backward is over,
+while the random streams are still its own."""
+
 
 class SlotSteps:
     """Slots of the steps of one engine.
@@ -36,10 +41,12 @@ class SlotSteps:
     Attributes:
         slots: Of a step; 0: it is no number of slots.
         in_a_batch: Slots of one batch of a framework's loader: 1, or all of this rank's for a pipeline.
+        listeners: Called with each event and its value, where steps are slots.
     """
 
     def __init__(self, model: ShardedModel, config: ZeroConfig, steps: StepWatch) -> None:
         self._model, self._steps = model, steps
+        self.listeners: list[Callable[[SlotEvent, Any], None]] = []
         self._count, self.slots, self.in_a_batch = model.slots, config.reproducible.slots, 1
         self._streams: SlotStreams | None = None
         self._losses: dict[int, Tensor] = {}
@@ -50,7 +57,7 @@ class SlotSteps:
         if self._count is not None:
             seed = _agreed_seed(model, config)
             self._streams = SlotStreams(seed, self._count, lambda: steps.taken + steps.skipped)
-            model.reducer.follow_slots(self.begin, self._streams.end)
+            model.reducer.follow_slots(self.begin, self._slot_over)
             for layers in self._numbered:
                 layers.follow_streams(self._streams)
             steps.beside = self
@@ -135,6 +142,18 @@ class SlotSteps:
         slot = self.slot
         with self._model.reducer.backwards_of_slot(backwards):
             yield slot
+
+    def tell(self, event: SlotEvent, value: Any) -> None:
+        """Tell whoever listens; nothing happens where a step is no number of slots."""
+        if self._count is not None:
+            for listener in self.listeners:
+                listener(event, value)
+
+    def _slot_over(self) -> None:
+        """The backward of a slot is over; the count says already which one comes next."""
+        assert self._count is not None and self._streams is not None
+        self.tell("slot over", self._count.own[self._count.micro - 1])
+        self._streams.end()
 
     def step_over(self) -> None:
         """An optimizer has taken its step, or declined to."""

@@ -11,6 +11,8 @@ zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
 zero-strategy plan MODEL                   what every rank of a run will hold, and whether it fits
 zero-strategy verify FACTORY               prove that a configuration trains your model as one plain process does
+zero-strategy replay RUN --step N          train a step of a recorded run again, and compare its bits
+zero-strategy replay RUN --bisect OTHER    find where two recorded runs part
 zero-strategy report RUN_DIR               a recorded run as an HTML page
 zero-strategy trace RUN_DIR                the same as a Chrome trace
 zero-strategy schedule show                draw a pipeline schedule, or what ranks did in a run
@@ -53,6 +55,7 @@ _COMMANDS = {
     "config": Command("config", "add_config_commands", "run_config_command"),
     "plan": Command("plan", "add_plan_command", "run_plan_command"),
     "verify": Command("verify", "add_verify_command", "run_verify_command"),
+    "replay": Command("replay", "add_replay_command", "run_replay_command"),
     "report": _REPORT,
     "trace": _REPORT,
     "schedule": Command("schedule", "add_schedule_commands", "run_schedule_command"),

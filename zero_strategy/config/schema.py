@@ -457,6 +457,18 @@ class DiagnosticsConfig(Section):
     log: bool = True
     """Hand the figures of recorded steps to the framework's loggers, under names that begin with ``zero/``."""
 
+    journal: bool = True
+    """With ``reproducible.slots``: write a journal of the bits of each step, which ``zero-strategy replay`` reads."""
+
+    journal_weights_every_n_steps: int = field(default=100, metadata=at_least(0))
+    """Steps of which the journal has digests of the weights for one. 0: for none but the first."""
+
+    journal_elements: int = field(default=64, metadata=at_least(0))
+    """Elements of each unit's output, evenly spread, that the journal looks at. 0: all."""
+
+    journal_factory: str = ""
+    """Place of a factory, ``path.py:function``, that makes the same training again, for ``zero-strategy replay``."""
+
 
 @dataclass
 class ZeroConfig(Section):

@@ -54,6 +54,7 @@ from zero_strategy.runtime.terminal import report
 from zero_strategy.runtime.torch_private import in_backward, uncompiled
 
 if TYPE_CHECKING:
+    from zero_strategy.diagnostics.journal import StepJournal
     from zero_strategy.diagnostics.monitor import Monitor
     from zero_strategy.engine import ZeroEngine
 
@@ -175,6 +176,11 @@ class StepRecorder:
         self.last: StepRecord | None = None
         self._forget_work()
         self._hooks = _ForwardHooks(engine.module, self.forward, self._forward_gave)
+
+    @property
+    def directory(self) -> Path:
+        """Where it writes, which is below the named directory if another engine writes there."""
+        return self._writer.directory
 
     def close(self) -> None:
         """Stop listening, and close the files."""
@@ -462,10 +468,12 @@ class Installed:
     Attributes:
         recorder: Of where time and memory of each step go (`diagnostics.run_dir`), or None.
         monitor: Writes what a DeepSpeed JSON asks to be written (tensorboard, ...), or None.
+        journal: Of the bits of each step of slots (`diagnostics.journal`), or None.
     """
 
     recorder: StepRecorder | None = None
     monitor: Monitor | None = None
+    journal: StepJournal | None = None
 
 
 def install_diagnostics(engine: ZeroEngine) -> Installed:
@@ -478,14 +486,22 @@ def install_diagnostics(engine: ZeroEngine) -> Installed:
     settings = engine.config.config
     recorder: StepRecorder | None = None
     monitor: Monitor | None = None
+    journal: StepJournal | None = None
+    closing: list[Callable[[], None]] = []
     if settings.diagnostics.run_dir:
         recorder = record(engine)
+        if settings.diagnostics.journal and engine.slots.slots:
+            from zero_strategy.diagnostics.journal import keep_journal
+
+            journal = keep_journal(engine, recorder.directory)
+            closing.append(journal.close)
     if settings.deepspeed is not None and settings.deepspeed.observers:
         from zero_strategy.diagnostics.monitor import Monitor
 
         monitor = Monitor(engine, settings.deepspeed)
-    engine.note_diagnostics(*([] if monitor is None else [monitor.close]))
-    return Installed(recorder, monitor)
+        closing.append(monitor.close)
+    engine.note_diagnostics(*closing)
+    return Installed(recorder, monitor, journal)
 
 
 def sample_memory(engine: ZeroEngine) -> MemorySample:

@@ -157,7 +157,7 @@ def make_subject(factory: Factory, seed: int, wanted: int) -> Subject:
     Raises:
         ValueError: If it cannot be found, or returns something else than asked for; says what.
     """
-    return _subject(call_factory(factory, seed), wanted)
+    return subject_of(call_factory(factory, seed), wanted)
 
 
 def call_factory(factory: Factory, seed: int) -> Any:
@@ -177,7 +177,12 @@ def call_factory(factory: Factory, seed: int) -> Any:
     return made
 
 
-def _subject(made: Any, wanted: int) -> Subject:
+def subject_of(made: Any, wanted: int) -> Subject:
+    """The subject that a factory has returned, with so many batches at most.
+
+    Raises:
+        ValueError: If it has returned something else than asked for; says what.
+    """
     if isinstance(made, Subject):
         return replace(made, batches=take_batches(made.batches, wanted))
     if isinstance(made, (tuple, list)) and len(made) == 2 and hasattr(made[0], "training_step"):
