@@ -59,6 +59,7 @@ from zero_strategy.integrations.accelerate.optimizers import GroupedScheduler, Z
 from zero_strategy.integrations.accelerate.pipelines import check_dispatch, pipeline_engine, waiting_runners
 from zero_strategy.integrations.accelerate.saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate.scaler import AgreedGradScaler, loss_scale_rule
+from zero_strategy.integrations.accelerate.slots import SlotScheduler, SlotTraining, slot_backward
 from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.casts import tell_casts
 from zero_strategy.integrations.huggingface.sequence_batches import cut_batches
@@ -104,6 +105,7 @@ class ZeroAccelerator(Accelerator):
     Attributes:
         zero_config: The settings.
         scaler: With mixed_precision="fp16", of all models together; else None.
+        slots: What it does about `reproducible.slots`.
         doing: The call of a Trainer that trains with it now; "": none.
         loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
 
@@ -113,6 +115,7 @@ class ZeroAccelerator(Accelerator):
     """
 
     zero_config: ZeroConfig
+    slots: SlotTraining
     scaler: AgreedGradScaler | None
     autocast_handler: AutocastKwargs | None
     loss_weight: float = 1.0
@@ -168,6 +171,9 @@ class ZeroAccelerator(Accelerator):
         self._converted: WeakSet[nn.Module] = WeakSet()
         self._divided: dict[int, list[SequenceModel]] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self.slots = SlotTraining(self, self.zero_config)
+        if facts is None:  # else a Trainer accumulates by itself
+            self.slots.take_accumulation()
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = {
             "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
@@ -204,6 +210,7 @@ class ZeroAccelerator(Accelerator):
         models = [index for index, item in enumerate(objects) if isinstance(item, nn.Module)]
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
+        self.slots.choose(objects)
         prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
         steps = self.gradient_accumulation_steps
         facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, self._shares[0], steps)
@@ -262,6 +269,7 @@ class ZeroAccelerator(Accelerator):
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
         if isinstance(model, PipelineModule):
+            self.slots.take_pipeline()
             engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
         else:
             # Before the engine, which shards what each rank has of divided layers.
@@ -324,7 +332,10 @@ class ZeroAccelerator(Accelerator):
         """See Accelerate's: a step of it is one per process, which is told once."""
         every = self.step_scheduler_with_optimizer and not self.split_batches
         copies, _ = self._shares
-        if every and copies > 1 and not self._told_factor and self.is_local_main_process:
+        slotted = every and bool(self.slots.slots)
+        if slotted:
+            self.slots.tell_schedule(scheduler)
+        elif every and copies > 1 and not self._told_factor and self.is_local_main_process:
             self._told_factor = True
             warnings.warn(
                 f"Accelerate steps a prepared {type(scheduler).__name__} {copies} times per optimizer step, once per "
@@ -334,19 +345,30 @@ class ZeroAccelerator(Accelerator):
                 stacklevel=2,
             )
         prepared = super().prepare_scheduler(scheduler)
-        if not every or copies == self.num_processes or isinstance(prepared, GroupedScheduler):
+        alike = not every or (copies == self.num_processes and not slotted)
+        if alike or isinstance(prepared, (GroupedScheduler, SlotScheduler)):
             return prepared
         # Accelerate has listed its own wrapper, by which saving and loading find schedules.
-        self._schedulers[-1] = GroupedScheduler(prepared, copies)
+        self._schedulers[-1] = SlotScheduler(prepared) if slotted else GroupedScheduler(prepared, copies)
         return self._schedulers[-1]
 
-    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **keywords: Any) -> Any:
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, slots: bool | None = None, **keywords: Any) -> Any:
         """See Accelerate's: ranks of one pipeline, of one sequence, or of the same layers get the same batches.
 
+        Args:
+            data_loader: As Accelerate's.
+            *arguments: As Accelerate's.
+            slots: With `reproducible.slots`, whether its batches are slots of a training; None: if it shuffles, or is
+                the first in a call of `prepare` with an optimizer, where none shuffles.
+            **keywords: As Accelerate's.
+
         Raises:
-            ValueError: If one process would read for all ranks.
+            ValueError: If one process would read for all ranks, or samples of slots cannot be had from it.
         """
         shares = self._shares
+        if self.slots.trains(data_loader, slots):
+            micro_batches = 1 if (pipeline := self._pipeline) is None else self.engine(pipeline).slots.count
+            data_loader, shares = self.slots.divided(data_loader, shares, micro_batches), (1, 0)
         if shares[0] == self.num_processes:
             return super().prepare_data_loader(data_loader, *arguments, **keywords)
         check_dispatch(self.dispatch_batches)
@@ -399,6 +421,7 @@ class ZeroAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """See Accelerate's: of ranks that had the same samples, one counts."""
+        self.slots.check_metrics(self._models)
         if self._alike == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         objects = use_gather_object or _has_objects(input_data)
@@ -502,7 +525,10 @@ class ZeroAccelerator(Accelerator):
                 engine.check_loss(loss, self.loss_weight)
             for runner in waiting:
                 runner.begin_backward()
-            super().backward(loss, **keywords)
+            if self.slots.slots:
+                slot_backward(self, loss, keywords)
+            else:
+                super().backward(loss, **keywords)
         except BaseException:
             # Else a loop that goes on would have this loss refused after the next one's backward.
             for runner in waiting:
@@ -511,6 +537,16 @@ class ZeroAccelerator(Accelerator):
         scale = 1.0 if self.scaler is None or not self.scaler.is_enabled() else float(self.scaler.get_scale())
         for runner in waiting:
             runner.end_backward(scale)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """See Accelerate's; with `reproducible.slots` a micro-batch, whose random numbers are those of its slot."""
+        with super().accumulate(*models):
+            # A pipeline begins its micro-batches by itself.
+            found = [self.engines.get(id(model)) for model in models if not isinstance(model, PipelineModule)]
+            engines = [engine for engine in found if engine is not None]
+            self.slots.begin(engines, position=(self.step - 1) % self.gradient_accumulation_steps)
+            yield
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -595,6 +631,8 @@ class ZeroAccelerator(Accelerator):
             ValueError: If a model is not prepared, or accumulation would end at different batches on different ranks.
             RuntimeError: If ranks with a batch left do different things.
         """
+        why = "a step has all of its slots, which the sampler of a prepared loader fills; leave the context out"
+        self.slots.refuse("join_uneven_inputs", why)
         even = self.even_batches if even_batches is None else even_batches
         with batches_as_they_are(self._dataloaders, even_batches if self.num_processes > 1 else None):
             if even or self.num_processes == 1:
@@ -626,6 +664,7 @@ class ZeroAccelerator(Accelerator):
         self._prepared.measure(NormSettings(every_n_steps, gradients, updates))
 
     def _before_step(self, prepared: ZeroOptimizer) -> None:
+        self.slots.check_complete(prepared.engine)
         self._prepared.before_step(prepared.optimizer, partial(self.unscale_gradients, prepared))
 
     def _after_step(self, prepared: ZeroOptimizer) -> None:
@@ -674,6 +713,18 @@ class ZeroAccelerator(Accelerator):
         for engine in self.engines.values():
             engine.saver.wait()
         load_prepared(self, [self.engine(model) for model in self._models], input_dir, load_kwargs, options)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """See Accelerate's; with `reproducible.slots` these are whole steps.
+
+        The loader itself goes on with the next epoch.
+
+        Raises:
+            ValueError: If a step would begin in the middle.
+        """
+        skipping = super().skip_first_batches(dataloader, num_batches)
+        self.slots.skipped(dataloader, num_batches)
+        return skipping
 
     def wait_for_saves(self) -> None:
         """Return when the checkpoints that are being written are there.

@@ -73,7 +73,14 @@ def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: s
     saves = [
         engine.save(
             place,
-            user={_KEY: {"step": accelerator.step, "models": len(engines), "save": token}},
+            user={
+                _KEY: {
+                    "step": accelerator.step,
+                    "models": len(engines),
+                    "save": token,
+                    "slots": accelerator.slots.state(),
+                }
+            },
             extra_files=shared if engine is engines[0] else {},
             own_files=own if engine is engines[0] else {},
             update_latest=False,  # Accelerate takes whatever lies in its folder for a checkpoint
@@ -126,7 +133,7 @@ def load_prepared(
         reader = engine.load(place, **options)
         if engine is engines[0] and ours:
             _restore(accelerator, reader, load_kwargs)
-            accelerator.step = ours["step"]
+            accelerator.step = accelerator.slots.load(ours.get("slots", {}), ours["step"])
             engine.load_random_state(reader)  # once more: restoring may have drawn
         elif engine is engines[0]:
             _restore_plain(accelerator, directory, load_kwargs)

@@ -45,6 +45,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate.launch import asked_parallelism, without_parallelism
 from zero_strategy.integrations.huggingface.sequence_batches import gathered
+from zero_strategy.integrations.huggingface.slots import SlotSteps, fit_arguments
 from zero_strategy.integrations.takeover import engines_over
 from zero_strategy.optim.averaging import WeightAverage
 
@@ -113,7 +114,7 @@ class WeightAveragingCallback(TrainerCallback):
             self.average.copy_to_model()
 
 
-class ZeroTrainerMixin:
+class ZeroTrainerMixin(SlotSteps):
     """Mixin that makes a Trainer shard; put it before the Trainer's class.
 
     Args:
@@ -132,7 +133,7 @@ class ZeroTrainerMixin:
     compute_loss_func: Any
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
-        self._zero_config, self._weights_later = zero_config, False
+        self._zero_config, self._weights_later, self._slot_losses = zero_config, False, []
         super().__init__(*arguments, **keywords)
         if self.accelerator.zero_config.mesh.sequence > 1:
             self._check_loss()
@@ -167,19 +168,19 @@ class ZeroTrainerMixin:
         finally:
             if asked is not None:
                 self.args.parallelism_config = asked
-        self.accelerator = ZeroAccelerator.adopt(
-            self.accelerator,
-            self._zero_config,
-            lambda config: _facts(
-                self.args, self.args.world_size // (config.mesh.sequence * (config.mesh.tensor or 1))
-            ),
-            asked,
-        )
+        self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config, self._fitted, asked)
+        if self.accelerator.slots.seed is None:
+            self.accelerator.slots.seed = self.args.seed
         _check_schedule(self.accelerator.zero_config)
         # The Trainer has taken it from the Accelerator that is replaced.
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _fitted(self, config: ZeroConfig) -> dict[str, Fact]:
+        """Settings that the arguments decide, once they fit the config."""
+        fit_arguments(self.args, config)
+        return _facts(self.args, self.args.world_size // (config.mesh.sequence * (config.mesh.tensor or 1)))
 
     def _check_loss(self) -> None:
         """Raise for losses that are computed from whole sequences."""
@@ -236,13 +237,6 @@ class ZeroTrainerMixin:
         if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
-    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """See the Trainer's, which divides losses by the micro-batches of a step."""
-        # The last step of an epoch may have fewer.
-        parts = getattr(self, "current_gradient_accumulation_steps", self.args.gradient_accumulation_steps)
-        self.accelerator.loss_weight = 1 / parts
-        return super().training_step(*arguments, **keywords)  # type: ignore[misc]
-
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """See the Trainer's: what it logs of training comes with what was recorded of the last step."""
         engine = self.zero_engine
@@ -256,7 +250,7 @@ class ZeroTrainerMixin:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
         if callback := self._averaging():
             callback.train(lambda: self.zero_engine)
-        self.accelerator.doing = f"{type(self).__name__}.train()"
+        self.accelerator.doing, self._slot_losses = f"{type(self).__name__}.train()", []
         try:
             return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
         finally:
