@@ -178,7 +178,7 @@ class GradientReducer:
     def paused(self) -> Iterator[None]:
         """Backwards inside give no gradients to parameters: their end, and that of a unit's, is no reason to reduce.
 
-        Where they do after all (re-entrant checkpoints, which cannot be cut), they are reduced; in slots that is refused.
+        Where they do after all (re-entrant checkpoints, which cannot be cut) they are reduced, and refused in slots.
         """
         before, self._paused = self._paused, True
         try:
@@ -274,8 +274,8 @@ class GradientReducer:
         reduces = self._reduces
         if self.slots is not None and self._paused:
             raise RuntimeError(
-                f"the gradient of parameter {bucket.bucket.names[index]!r} comes in the input half of a backward, as with "
-                "re-entrant checkpoints: with reproducible.slots each slot's come in the weight half. Use "
+                f"the gradient of parameter {bucket.bucket.names[index]!r} comes in the input half of a backward, as "
+                "with re-entrant checkpoints: with reproducible.slots each slot's come in the weight half. Use "
                 "torch.utils.checkpoint with use_reentrant=False, or a schedule with whole backwards (1f1b)"
             )
         if self.slots is not None and number in backward.left and index in backward.seen[number]:

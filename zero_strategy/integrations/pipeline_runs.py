@@ -90,8 +90,8 @@ class IntegrationRunner:
         slots = self.engine.slots
         if rows % slots.count:
             raise ValueError(
-                f"reproducible.slots is {slots.slots}, and a batch of {rows} rows is {slots.count} slots of this copy of "
-                f"the pipeline: make its rows a multiple of {slots.count} (drop_last=True for the last one of an epoch)"
+                f"reproducible.slots is {slots.slots}, and a batch of {rows} rows is {slots.count} slots of this copy "
+                f"of the pipeline: make its rows a multiple of {slots.count} (drop_last=True for the last one of an epoch)"
             )
         if self.accumulation > 1:
             raise ValueError(

@@ -538,7 +538,8 @@ class _Hooks(ExecutorHooks):
         elif computation.kind is Kind.BACKWARD_WEIGHT or slots is not None:
             # The weight half is several calls of autograd, and the reduction is due after the last.
             self._scope.enter_context(reducer.joined(anyway=slots is not None))
-            if computation.kind is Kind.BACKWARD_WEIGHT and self._engine.stage == 3:  # units' own hooks are on the way that the input half has gone
+            # Units' own hooks are on the way that the input half has gone.
+            if computation.kind is Kind.BACKWARD_WEIGHT and self._engine.stage == 3:
                 self._scope.enter_context(self._engine.model.gathered(parameters))
 
     def after(self, computation: Computation) -> None:

@@ -85,8 +85,8 @@ def _in_turn(slots: int, nodes: list[list[Node]]) -> list[SumOrder]:
 class SlotCount:
     """The micro-batch of a step that this rank is at, and the slot that it is.
 
-    Backwards are counted one by one (`begin`, `end`), or a pipeline, which mixes micro-batches, says at each computation
-    which one it belongs to (`at`).
+    Backwards are counted one by one (`begin`, `end`), or a pipeline, which mixes micro-batches, says at each
+    computation which one it belongs to (`at`).
 
     Args:
         places: Of all ranks.
