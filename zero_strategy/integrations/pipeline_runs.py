@@ -91,7 +91,7 @@ class IntegrationRunner:
         if rows % slots.count:
             raise ValueError(
                 f"reproducible.slots is {slots.slots}, and a batch of {rows} rows is {slots.count} slots of this copy "
-                f"of the pipeline: make its rows a multiple of {slots.count} (drop_last=True for the last one of an epoch)"
+                f"of the pipeline: make its rows a multiple of {slots.count} (drop_last=True for an epoch's last one)"
             )
         if self.accumulation > 1:
             raise ValueError(

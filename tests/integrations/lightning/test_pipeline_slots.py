@@ -1,4 +1,4 @@
-"""A Trainer's pipelines in slots: the same bits at any number of stages and copies, and where a run goes on at others."""
+"""A Trainer's pipelines in slots: the same bits at any number of stages and copies, also of resumed runs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def slot_loader(dataloader: Any, engine: ZeroEngine, trainer: Any) -> Any:
     shuffle, drop_last, seed = _order_of(dataloader, sampler, slots)
     if (size := dataloader.batch_size) % slots.in_a_batch:
         raise ValueError(
-            f"reproducible.slots is {slots.slots}, and a batch of {size} samples is {slots.in_a_batch} slots of a pipeline's copy: make batch_size a multiple of {slots.in_a_batch}, as slots have equal sizes"
+            f"reproducible.slots is {slots.slots}, and a batch of {size} samples is {slots.in_a_batch} slots of a "
+            f"pipeline's copy: make batch_size a multiple of {slots.in_a_batch}, as slots have equal sizes"
         )
     own = SlotSampler(
         dataloader.dataset,
