@@ -20,6 +20,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero_strategy, CPU, library) {
   library.impl("lion8_", TORCH_BOX(&zs::lion8));
   library.impl("sgd8_", TORCH_BOX(&zs::sgd8));
   library.impl("grad_stats", TORCH_BOX(&zs::grad_stats));
+  library.impl("exact_sums", TORCH_BOX(&zs::exact_sums));
   library.impl("scale_", TORCH_BOX(&zs::scale));
   library.impl("axpby_", TORCH_BOX(&zs::axpby));
   library.impl("accumulate_", TORCH_BOX(&zs::accumulate));

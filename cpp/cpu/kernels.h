@@ -63,6 +63,21 @@ struct Statistics {
 // Of elements [begin, end), in float64.
 using StatisticsKernel = Statistics (*)(Buffer, int64_t begin, int64_t end, Norm, double power);
 
+// A sum of float64 numbers without rounding (see exact_sums.h): digits of 32 bits, the first of weight 2^-1075, then how
+// many of the numbers were infinite and how many not a number.
+constexpr int kSumDigits = 67, kSumWords = kSumDigits + 2;
+constexpr int64_t kSumBlock = 16;  // elements whose powers are added up with rounding, in a fixed order
+
+struct Power {
+  double order = 2;
+  int32_t halves = 4;  // 2 x order where products and a root do, else 0
+  double factor = 1;   // of the elements
+  double weight = 1;   // of the blocks' sums
+};
+
+// Adds what elements [begin, end) sum up to; digits are below 2^32. Returns how many elements are not finite.
+using ExactKernel = int64_t (*)(Buffer, int64_t begin, int64_t end, const Power&, uint64_t sum[kSumWords]);
+
 // Rows of `columns` elements, normalised (see normalization.h). Weight and bias: one per column, or null.
 struct NormRows {
   Buffer saved;     // the input; backward of the invertible form: the output
@@ -135,6 +150,7 @@ struct Kernels {
   SegmentKernel adam, lion, adagrad, sgd, lamb_direction, lamb_apply;
   MoveKernel convert, axpby;
   StatisticsKernel statistics;
+  ExactKernel exact_sum;
   NormKernel normalize, normalize_backward;
   BiasKernel bias_gelu, bias_gelu_backward, bias_dropout, bias_dropout_backward;
   SoftmaxKernel softmax, softmax_backward;

@@ -23,6 +23,7 @@ namespace {
 #include "optimizers.h"
 #include "moves.h"
 #include "statistics.h"
+#include "exact_sums.h"
 #include "normalization.h"
 #include "activation.h"
 #include "dropout.h"
@@ -32,7 +33,7 @@ namespace {
 }  // namespace
 
 extern const Kernels ZS_TABLE = {
-    ZS_TARGET_NAME, adam, lion, adagrad, sgd, lamb_direction, lamb_apply, convert, axpby, statistics,
+    ZS_TARGET_NAME, adam, lion, adagrad, sgd, lamb_direction, lamb_apply, convert, axpby, statistics, exact_sum,
     normalize, normalize_backward,
     bias_gelu, bias_gelu_backward, bias_dropout, bias_dropout_backward,
     softmax, softmax_backward, quantize, dequantize,

@@ -8,6 +8,7 @@
 namespace zs {
 
 std::tuple<Tensor, Tensor> grad_stats(Tensors tensors, double order);
+std::tuple<Tensor, Tensor> exact_sums(Tensors tensors, double order, Tensor factors);
 Tensor scale(Tensors inputs, Tensors outputs, double factor);
 Tensor axpby(Tensors x, Tensors y, Tensors outputs, double a, double b);
 void accumulate(Tensors targets, Tensors sources, double factor);

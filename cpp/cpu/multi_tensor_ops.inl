@@ -64,6 +64,48 @@ std::tuple<Tensor, Tensor> grad_stats(Tensors tensors, double order) {
   return {sums, counts};
 }
 
+std::tuple<Tensor, Tensor> exact_sums(Tensors tensors, double order, Tensor factors) {
+  STD_TORCH_CHECK(!tensors.empty(), "expected at least one tensor");
+  static_assert(kChunk % kSumBlock == 0 && kChunk / kSumBlock < 4096, "a kernel carries once for a chunk");
+  const double* const factor = rows_of(factors, tensors.size(), 1);
+  const bool of_sums = order == 1 || order == 2;  // neither can overflow
+  const bool by_products = order <= 32 && 2 * order == std::floor(2 * order);
+  std::vector<int64_t> sizes;
+  std::vector<Buffer> buffers;
+  std::vector<Power> powers;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    sizes.push_back(tensors[i].numel());
+    buffers.push_back(buffer_of(tensors[i], sizes[i]));
+    const double size = std::fabs(factor[i]);
+    powers.push_back({order, by_products ? int32_t(2 * order) : 0, of_sums ? 1 : size,
+                      !of_sums ? 1 : order == 2 ? size * size : size});
+  }
+  const int64_t items = int64_t(tensors.size());
+  Tensor sums = count_tensor(tensors[0], {items, kSumWords}), counts = count_tensor(tensors[0], {items});
+  int64_t* const sum = static_cast<int64_t*>(sums.mutable_data_ptr());
+  int64_t* const count = static_cast<int64_t*>(counts.mutable_data_ptr());
+  for_each_chunk(sizes, [&](size_t item, int64_t begin, int64_t end, int64_t) {
+    uint64_t part[kSumWords] = {};
+    const int64_t nonfinite = kernels().exact_sum(buffers[item], begin, end, powers[item], part);
+    // Integers, so the threads' order does not matter. Most digits are 0.
+    for (int i = 0; i < kSumWords; ++i) {
+      if (part[i] != 0) __atomic_fetch_add(sum + int64_t(item) * kSumWords + i, int64_t(part[i]), __ATOMIC_RELAXED);
+    }
+    if (nonfinite != 0) __atomic_fetch_add(count + item, nonfinite, __ATOMIC_RELAXED);
+  });
+  for (int64_t item = 0; item < items; ++item) {
+    int64_t carry = 0;
+    for (int i = 0; i < kSumDigits; ++i) {
+      int64_t& digit = sum[item * kSumWords + i];
+      digit += carry;
+      if (i + 1 == kSumDigits) break;
+      carry = digit >> 32;
+      digit &= 0xffffffff;
+    }
+  }
+  return {sums, counts};
+}
+
 Tensor scale(Tensors inputs, Tensors outputs, double factor) {
   STD_TORCH_CHECK(!outputs.empty(), "expected at least one tensor");
   std::vector<Move> moves(outputs.size());

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ops.native import same_bits, spread
+from zero_strategy import ops
 from zero_strategy.ops import foreach, multi_tensor, optimizers
+from zero_strategy.optim.exact_sum import rounded
 
 pytestmark = pytest.mark.gpu
 SIZES = (15, 0, 5_000_000, 1, 81, 3_000_001)
@@ -99,6 +101,21 @@ def test_gpu_without_library_norms(order: float) -> None:
     there[-1][:3] = float("inf")
     _, counts = foreach.stats_on_host(there, order)
     assert counts.tolist() == [0, 0, 1, *[0] * (len(there) - 4), 3]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, 0.5])
+def test_exact_sums_of_a_gpu_are_those_of_the_cpu(order: float) -> None:
+    tensors = [*made(0), *made(1, LOW), made(2)[2].double()]
+    factors = [1.0 if index % 2 else 0.25 for index in range(len(tensors))]
+    expected, _ = ops.exact_sums(tensors, order, factors)
+    there = [tensor.cuda() for tensor in tensors]
+    with without_waits():
+        found, flags = ops.exact_sums_and_flags(there, order, factors)
+    assert found.is_cuda and not flags.any()
+    assert [rounded(row) for row in found.cpu()] == [rounded(row) for row in expected]
+    there[2][5] = float("nan")
+    digits, counts = ops.exact_sums_on_host(there, order, factors)
+    assert counts.tolist() == [0, 0, 1, *[0] * (len(there) - 3)] and not rounded(digits[2]) < float("inf")
 
 
 def kernels(call: Callable[[], object]) -> int:

@@ -65,9 +65,12 @@ ops.lamb_apply_(params, m, v, hyper, torch.ones(3, 1, dtype=torch.float64))
 note(*params, *m, *v)
 """
 MOVES = """
-for threads, order in itertools.product((1, 2), (1.0, 2.0, 3.0, float("inf"))):
+for threads, order in itertools.product((1, 2), (1.0, 2.0, 3.0, 0.5, float("inf"))):
     torch.set_num_threads(threads)
-    note(*ops.grad_stats([spread(generator, n, dtype) for dtype in FLOATS for n in (5, 100_003)], order))
+    tensors = [spread(generator, n, dtype) for dtype in FLOATS for n in (5, 100_003)]
+    note(*ops.grad_stats(tensors, order))
+    if order < float("inf"):
+        note(*ops.exact_sums(tensors, order, [1.0, 0.25, 3.0] * 2))
 for dtype in FLOATS:
     x, y, out = ([spread(generator, n, kind, wild=True) for n in (5, 5000)] for kind in (dtype, torch.float32, dtype))
     note(ops.scale_(x, out, 0.3), *out, ops.axpby_(x, y, out, 0.3, 0.7), *out)

@@ -5,6 +5,7 @@ Importing this defines the ops and compiles nothing. `ensure("cpu")` loads the n
 
 from __future__ import annotations
 
+from zero_strategy.ops.block_sums import exact_sums, exact_sums_and_flags, exact_sums_on_host
 from zero_strategy.ops.coded_optimizers import adam8_, lion8_, sgd8_
 from zero_strategy.ops.fused_layers import (
     bias_dropout_residual,
@@ -61,6 +62,9 @@ __all__ = [
     "stats_on_host",
     "stats_to_host",
     "sums_and_flags",
+    "exact_sums",
+    "exact_sums_and_flags",
+    "exact_sums_on_host",
     "l2norm",
     "scale_",
     "axpby_",

@@ -21,7 +21,9 @@ OPS = (
     "masked_softmax_dropout_backward", "quantize_blocks", "dequantize_blocks", "dequantize_reduce", "adam8_", "lion8_",
     "sgd8_",
 )  # fmt: skip
-"""What the CUDA library has kernels for: every op."""
+"""What the CUDA library has kernels for: every op but those of `BY_TORCH`."""
+BY_TORCH = ("exact_sums",)
+"""Ops that torch's own kernels carry out on a GPU, in their references."""
 
 
 def cuda_headers() -> Path | None:
