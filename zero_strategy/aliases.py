@@ -156,7 +156,7 @@ FORMER: Mapping[str, str] = MappingProxyType(
         "sharding.parameters": "fsdp.param_bucket",
         "sharding.placement": "fsdp.layout",
         "sharding.plan": "fsdp.reduction_plan",
-        "sharding.power_sums": "fsdp.grad_accumulation",
+        "sharding.power_sums": "fsdp.power_sums",
         "sharding.reducer": "fsdp.reduce",
         "sharding.reducer_hooks": "fsdp.reduction_plan",
         "sharding.reduction": "fsdp.reduction_plan",

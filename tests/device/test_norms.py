@@ -28,10 +28,11 @@ from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 from zero_strategy.watchdog.flight_recorder import CollectiveLog
 
 
-def clip(recorder: Recorder, **settings: Any) -> list[str]:
+def clip(recorder: Recorder, *, exact: bool = False, **settings: Any) -> list[str]:
     """Waits of the host in the clips of two steps of an engine on the device on paper."""
     model = net(depth=4)
     engine = ZeroEngine(model, load_config(units={"min_numel": 0}, watchdog="off", **settings))
+    engine.model.exact_norms = exact
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine.attach(optimizer)
     for axis in engine.model.norm_groups:
@@ -41,6 +42,9 @@ def clip(recorder: Recorder, **settings: Any) -> list[str]:
         for _ in range(2):
             loss_of(model(torch.ones(4, 6, device=CPU))).backward()
             engine.model.reducer.settle()
+            for kind, values in [held for each in engine.model.gradients for held in each.held() if exact]:
+                if kind != "handles":
+                    values.fill_(1.0)  # ranks that are not there have sent nothing: any numbers, and maybe no number
             recorder.syncs.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Communicator, "all_gather_small", None)  # no message
@@ -59,16 +63,24 @@ def test_a_clip_waits_once_and_sends_no_message(settings: dict[str, Any]) -> Non
     assert not recorder.races
 
 
-def test_a_clip_among_replicas_waits_once() -> None:
-    with device(4) as recorder:
-        assert clip(recorder, stage=3, mesh={"replicate": 2}) == ["cpu()"] * 2
+@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 3}], ids=str)
+def test_a_clip_by_an_exact_norm_waits_once_and_sends_no_message(settings: dict[str, Any]) -> None:
+    with device() as recorder:
+        assert clip(recorder, exact=True, **settings) == ["cpu()"] * 2
     assert not recorder.races
 
 
-def test_a_clip_of_offloaded_gradients_sends_no_message() -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_clip_of_offloaded_gradients_sends_no_message(exact: bool) -> None:
     """Their sums come from the host, where the reduction has left them."""
     with device() as recorder:
-        clip(recorder, **OFFLOADED[1])
+        clip(recorder, exact=exact, **OFFLOADED[1])
+    assert not recorder.races
+
+
+def test_a_clip_among_replicas_waits_once() -> None:
+    with device(4) as recorder:
+        assert clip(recorder, stage=3, mesh={"replicate": 2}) == ["cpu()"] * 2
     assert not recorder.races
 
 

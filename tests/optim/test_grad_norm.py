@@ -31,6 +31,12 @@ def test_one_bad_number_is_flagged(order: float, bad: float) -> None:
     assert _norm([1.0, 2.0, 3.0], order, bad)[1] is False
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_norm_beyond_float64_is_infinite(exact: bool) -> None:
+    found = global_norm([torch.full((10_000,), 3.0)], 0.01, [], exact=exact)
+    assert (found.value, found.finite) == (math.inf, True)
+
+
 def test_no_gradients_at_all() -> None:
     found = global_norm([], math.inf, [])
     assert (found.value, found.finite) == (0.0, True)

@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zero_strategy import ops
 from zero_strategy.comm.shared_memory import Scattered
 from zero_strategy.fsdp.dtensor import local_gradient
 from zero_strategy.fsdp.layout import BucketLayout, Piece
 from zero_strategy.fsdp.param_bucket import ParameterBucket
-from zero_strategy.fsdp.shard_storage import InMemory, Powers, ShardStorage, StorageSite
+from zero_strategy.fsdp.power_sums import PowerSums
+from zero_strategy.fsdp.shard_storage import InMemory, ShardStorage, StorageSite
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import OffloadedPart
+from zero_strategy.offload.chunks import OffloadedPart, Powers
 from zero_strategy.ops.library import FLOATS
 from zero_strategy.runtime.torch_private import foreach_copy_, foreach_zero_, sparse_parts, without_grad
 
@@ -523,63 +523,24 @@ class ReducedSums:
     def _known(self, index: int) -> Powers | None:
         return None if self._powers is None else self._powers.of(index)
 
-    def expect_norm(self, norm_type: float) -> None:
+    def expect_norm(self, norm_type: float, *, exact: bool) -> None:
         """Let reductions add up the norm of what is in a tier, so that it need not be read again."""
-        if not self.in_memory and (self._powers is None or self._powers.norm_type != norm_type):
-            # The op that adds powers up takes these dtypes alone.
-            self._powers = PowerSums(norm_type) if self._dtype in FLOATS else None
+        # The ops that add powers up have kernels for these dtypes alone.
+        if self.in_memory or self._dtype not in FLOATS:
+            return
+        wanted = PowerSums(norm_type, exact=exact)
+        if self._powers is None or not self._powers.serves(wanted):
+            self._powers = wanted
 
     def _forget_powers(self) -> None:
         if self._powers is not None:
             # A norm of values to come is still wanted.
-            self._powers = PowerSums(self._powers.norm_type)
+            self._powers = self._powers.anew()
 
     def relocate(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let what is in memory lie where `move` puts it."""
         self.sum = None if self.sum is None else self.sum.moved(move)
         self.earlier = None if self.earlier is None else self.earlier.moved(move)
-
-
-class PowerSums:
-    """Sums over the parts of parameters in one bucket, taken while they pass by chunk by chunk."""
-
-    def __init__(self, norm_type: float) -> None:
-        self.norm_type = norm_type
-        self._pieces: Sequence[Piece] = ()
-        self._found: dict[int, tuple[float, int]] = {}
-        self._taken: list[tuple[list[Piece], Tensor, Tensor]] = []
-
-    def begin(self, pieces: Sequence[Piece]) -> Callable[[int, Tensor], None]:
-        """A function that takes the chunks of a new pass."""
-        self._pieces, self._found = pieces, {piece.index: (0.0, 0) for piece in pieces}
-        self._taken.clear()
-        return self._take
-
-    def _take(self, start: int, values: Tensor) -> None:
-        stop = start + values.numel()
-        here = [piece for piece in self._pieces if piece.offset < stop and piece.offset + piece.numel > start]
-        cut = [values[max(piece.offset - start, 0) : piece.offset + piece.numel - start] for piece in here]
-        if not here:
-            return
-        self._taken.append((here, *ops.grad_stats(cut, self.norm_type)))
-
-    def add_up(self) -> None:
-        """Read what was taken; on a device that has been computed by now, or the host would wait for it."""
-        if not self._taken:
-            return
-        pieces = [piece for here, _, _ in self._taken for piece in here]
-        sums, counts = ops.stats_to_host(
-            torch.cat([sums for _, sums, _ in self._taken]), torch.cat([counts for _, _, counts in self._taken])
-        )
-        for piece, value, count in zip(pieces, sums.tolist(), counts.tolist(), strict=True):
-            before, known = self._found[piece.index]
-            total = max(before, value) if math.isinf(self.norm_type) else before + value
-            self._found[piece.index] = total, known + count
-        self._taken.clear()
-
-    def of(self, index: int) -> Powers | None:
-        """p, the sum, and how many values are not finite, by the last `add_up`; None if nothing is known."""
-        return None if index not in self._found else (self.norm_type, *self._found[index])
 
 
 def gradients_name(first: str) -> str:

@@ -334,9 +334,9 @@ class GradientBucket:
         if self.reduced.join(whole[owned]):
             self._show_all()
 
-    def expect_norm(self, norm_type: float) -> None:
+    def expect_norm(self, norm_type: float, *, exact: bool = False) -> None:
         """Let reductions add up the norm of what is in a tier, so that it need not be read again."""
-        self.reduced.expect_norm(norm_type)
+        self.reduced.expect_norm(norm_type, exact=exact)
 
     @without_grad
     def clear(self) -> None:

@@ -133,6 +133,7 @@ class ShardedModel:
         quantised: Layers with quantised weights.
         shared_buffers: The module's buffers, which ranks keep equal; None: each rank has its own.
         experts: Layers of experts that ranks divide.
+        exact_norms: Whether norms of gradients have the same bits however these are divided.
         engine: The engine that this is of; None: there is none, or it has let the module go.
         slots: The slot at hand (`reproducible.slots`); None: gradients are summed in the order of ranks.
     """
@@ -166,6 +167,7 @@ class ShardedModel:
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config, mesh.shard_size)
         self.engine: object | None = None
+        self.exact_norms = False
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
         self.changed_values = ChangedValues(mesh, self.device) if sends_changes else None

@@ -25,11 +25,8 @@ from torch import Tensor
 
 from zero_strategy.fsdp.layout import PieceCuts
 from zero_strategy.offload.chunk_store import ChunkStore
-from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, VectorSpec, add_scaled
+from zero_strategy.offload.chunks import OffloadedPart, OffloadedVector, Powers, VectorSpec, add_scaled
 from zero_strategy.offload.tier import HostMemory, Landing
-
-Powers = tuple[float, float, int]
-"""What is known of values without reading them, see `OffloadedPart.powers`."""
 
 
 class ShardStorage(ABC):

@@ -742,6 +742,21 @@ class OffloadedVector:
         return OffloadedPart(self, start, torch.Size(shape))
 
 
+@dataclass(frozen=True)
+class Powers:
+    """Sum of powers of values that need not be read for it.
+
+    Attributes:
+        norm_type: p.
+        total: The sum of |x| ** p in float64 (inf: the largest |x|), or its digits, see `ops.exact_sums`.
+        nonfinite: How many x are not finite.
+    """
+
+    norm_type: float
+    total: float | Tensor
+    nonfinite: int
+
+
 class OffloadedPart:
     """Stand-in for a tensor whose values are in a tier.
 
@@ -749,13 +764,12 @@ class OffloadedPart:
         vector: Of which it is a part.
         start: Its first element there.
         shape: Of the tensor.
-        powers: What is known of its values without reading them: p, the sum of |x| ** p in float64 (inf: the largest
-            |x|), and how many x are not finite.
+        powers: What is known of its values without reading them.
     """
 
     def __init__(self, vector: OffloadedVector, start: int, shape: torch.Size) -> None:
         self.vector, self.start, self.shape = vector, start, shape
-        self.powers: tuple[float, float, int] | None = None
+        self.powers: Powers | None = None
 
     @property
     def dtype(self) -> torch.dtype:

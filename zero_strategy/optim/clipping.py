@@ -53,7 +53,14 @@ class Clipping:
         shards = [shard for found, _, _ in parts for shard in found]
         factors = [factor for _, found, _ in parts for factor in found]
         seen: list[tuple[Tensor, Tensor]] = []
-        norm = global_norm(shards, norm_type, self._model.norm_groups, factors, lambda *stats: seen.append(stats))
+        norm = global_norm(
+            shards,
+            norm_type,
+            self._model.norm_groups,
+            factors,
+            lambda *stats: seen.append(stats),
+            exact=self._model.exact_norms,
+        )
         decides = decides and self._nonfinite.choice != IGNORE and bool(self._optimizers)
         # Gradients of shared parameters are taken once, so their parts do not tell whose they are: no optimizer is
         # judged by them.

@@ -3,7 +3,8 @@
 The norm is one figure for every stage, and the clip follows from it.
 
 Squares are summed in float64 (`ops.grad_stats`), so that the norm does not depend on how the elements are divided (up
-to the last bit of a float64, which the float32 coefficient does not see). Non-finite values are a flag of their own.
+to the last bit of a float64, which the float32 coefficient does not see). Where that bit counts, sums are exact
+(`optim.exact_sum`): the norm has the same bits however they are divided. Non-finite values are a flag of their own.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def global_norm(
     groups: Iterable[Communicator],
     scales: Sequence[float] | None = None,
     look: Callable[[Tensor, Tensor], None] | None = None,
+    *,
+    exact: bool = False,
 ) -> GradientNorm:
     """The norm of all ranks' `shards` together.
 
@@ -80,6 +83,7 @@ def global_norm(
         norm_type: Any positive p, or inf, also as the string "inf".
         groups: Communicators over which the parts are spread (the shard axis, and model-parallel groups).
         look: Takes the sums of this rank's parts, and how many values of each are not finite.
+        exact: Round the sum of powers once. Parts are to be cut at multiples of `ops.block_sums.BLOCK` elements.
 
     Raises:
         ValueError: If `norm_type` is not positive.
@@ -90,20 +94,44 @@ def global_norm(
     if math.isinf(norm_type):
         largest, finite = norm_totals(shards, norm_type, groups, factors, look)
         return GradientNorm(largest, finite)
-    total, finite = norm_totals(shards, norm_type, groups, factors, look)
+    total, finite = norm_totals(shards, norm_type, groups, factors, look, exact=exact)
     if not finite:
         return GradientNorm(total, False)
     if math.isfinite(total):
-        return GradientNorm(total ** (1.0 / norm_type), True)
+        return GradientNorm(_root(total, norm_type, exact=exact), True)
     # finite numbers whose powers are not: as multiples of the largest
     # All ranks come here together: total and flag are the same on each of them.
     largest, _ = norm_totals(shards, math.inf, groups, factors)
+    if exact:
+        # Of a power of two, by which a multiplication is exact.
+        exponent = math.frexp(largest)[1]
+        smaller = [math.ldexp(factor, -exponent) for factor in factors]
+        total, _ = norm_totals(shards, norm_type, groups, smaller, exact=True)
+        return GradientNorm(_times_power_of_two(_root(total, norm_type, exact=True), exponent), True)
     parts = [
         (shard if isinstance(shard, Tensor) else shard.read()).detach().double() * (factor / largest)
         for shard, factor in zip(shards, factors, strict=True)
     ]
     total, _ = norm_totals(parts, norm_type, groups, [1.0] * len(parts))
-    return GradientNorm(largest * total ** (1.0 / norm_type), True)
+    return GradientNorm(largest * _root(total, norm_type, exact=False), True)
+
+
+def _root(total: float, norm_type: float, *, exact: bool) -> float:
+    """The norm of a sum of powers."""
+    # Square roots are rounded correctly everywhere, which is not said of powers.
+    if exact and norm_type == 2:
+        return math.sqrt(total)
+    try:
+        return float(total ** (1.0 / norm_type))
+    except OverflowError:  # with p below 1 the norm may be larger than the sum
+        return math.inf
+
+
+def _times_power_of_two(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf
 
 
 class OwnGradients:
@@ -157,7 +185,7 @@ class OwnGradients:
             # The norm is of the values that the step will use: a multiplication that rounds is carried out before.
             expecting.round_scales()
             # The next reductions into a tier sum powers of this order on the way.
-            expecting.expect_norm(norm_type)
+            expecting.expect_norm(norm_type, exact=self._model.exact_norms)
         shards, factors, names = [], [], []
         for gradients, index, values, factor in self._each(everywhere if only is None else self._places(only)):
             bucket = gradients.bucket
@@ -176,7 +204,7 @@ class OwnGradients:
         """Their norm over all ranks. A collective."""
         self._model.reducer.settle()
         shards, factors, _ = self.shards(norm_type)
-        return global_norm(shards, norm_type, [*self._model.norm_groups], factors)
+        return global_norm(shards, norm_type, [*self._model.norm_groups], factors, exact=self._model.exact_norms)
 
     @torch.no_grad()
     def scale(self, factor: float, only: Container[int] | None = None) -> None:

@@ -5,6 +5,8 @@ all ranks' totals are there: they go by the device's own collective on the compu
 mesh, and one copy brings them, with this rank's own sums part by part. Nothing is added up on the way: the host does
 it, the ranks of an axis in their order and one axis after the other. So the bits are those of messages.
 
+Exact totals (`optim.exact_sum`) are digits in the place of one number, in as many messages: float64 adds them exactly.
+
 An axis whose ranks no collective of the device connects goes by messages, as do those after it.
 """
 
@@ -18,7 +20,15 @@ import torch
 from torch import Tensor
 
 from zero_strategy.comm.collectives import Communicator
-from zero_strategy.optim.power_sums import Shard, exact_counts, power_sums, power_sums_there
+from zero_strategy.optim.exact_sum import added, nearly, rounded
+from zero_strategy.optim.power_sums import (
+    Shard,
+    exact_counts,
+    exact_power_sums,
+    exact_power_sums_there,
+    power_sums,
+    power_sums_there,
+)
 
 SUBJECT = "the gradient norm"
 """Of the collectives, for the watchdog's reports."""
@@ -32,6 +42,8 @@ def norm_totals(
     groups: Sequence[Communicator],
     factors: Sequence[float],
     look: Look | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[float, bool]:
     """Sum of |x| ** norm_type (inf: the largest |x|) over all ranks, and whether every x is finite. A collective.
 
@@ -41,27 +53,36 @@ def norm_totals(
         groups: Axes of the mesh over which parts are spread.
         factors: What each part is to be multiplied by first.
         look: See `Look`.
+        exact: Round the total once, so that it does not depend on how parts are divided.
     """
+    exact = exact and not math.isinf(norm_type)  # a maximum is
     spread = [group for group in groups if group.size > 1]
     by_device = list(takewhile(lambda group: group.numbers_on is not None, spread))
     if by_device:
-        found, sums, counts = _OnDevice(shards, norm_type, by_device, factors).totals()
+        found, sums, counts = _OnDevice(shards, norm_type, by_device, factors, exact=exact).totals()
     else:
-        found, sums, counts = _on_host(shards, norm_type, factors)
+        found, sums, counts = _on_host(shards, norm_type, factors, exact=exact)
     if look is not None:
         look(sums, counts)
     # One axis of the mesh after the other: what one has added up is a rank's part on the next.
     for group in spread[len(by_device) :]:
         found = _added(torch.stack(group.all_gather_small(found, SUBJECT)), math.isinf(norm_type))
-    return float(found[0]), float(found[1]) == 0
+    return rounded(found[:-1]) if exact else float(found[0]), float(found[-1]) == 0
 
 
-def _on_host(shards: Sequence[Shard], norm_type: float, factors: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+def _on_host(
+    shards: Sequence[Shard], norm_type: float, factors: Sequence[float], *, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's total and count, and those of its parts."""
-    sums, counts = power_sums(shards, norm_type)
-    weights, bad = _weights(factors, norm_type)
-    sums, counts = sums * weights, counts + bad
-    return torch.stack([_total(sums, norm_type), counts.sum().double()]), sums, counts
+    if exact:
+        digits, counts = exact_power_sums(shards, norm_type, factors)
+        total, sums = added(digits).double(), nearly(digits)
+    else:
+        sums, counts = power_sums(shards, norm_type)
+        weights, bad = _weights(factors, norm_type)
+        sums, counts = sums * weights, counts + bad
+        total = _total(sums, norm_type).reshape(1)
+    return torch.cat([total, counts.sum().double().reshape(1)]), sums, counts
 
 
 def _weights(factors: Sequence[float], norm_type: float) -> tuple[Tensor, Tensor]:
@@ -79,7 +100,7 @@ def _total(sums: Tensor, norm_type: float) -> Tensor:
 
 
 def _added(values: Tensor, is_max: bool) -> Tensor:
-    """Total and count of an axis, from those of its ranks in their order."""
+    """Total (or digits of it) and count of an axis, from those of its ranks in their order."""
     summed = values.sum(dim=0)
     return torch.stack([values[:, 0].amax(), summed[1]]) if is_max else summed
 
@@ -88,9 +109,15 @@ class _OnDevice:
     """One norm whose parts are, but for those in tiers, on the GPU."""
 
     def __init__(
-        self, shards: Sequence[Shard], norm_type: float, groups: Sequence[Communicator], factors: Sequence[float]
+        self,
+        shards: Sequence[Shard],
+        norm_type: float,
+        groups: Sequence[Communicator],
+        factors: Sequence[float],
+        *,
+        exact: bool,
     ) -> None:
-        self._norm_type, self._groups = norm_type, groups
+        self._norm_type, self._groups, self._exact = norm_type, groups, exact
         device = groups[0].numbers_on
         assert device is not None
         self._device = device
@@ -100,16 +127,21 @@ class _OnDevice:
         self._factors = factors
         # First what the host waits for, and then what is queued: those parts have been read, or are on their way.
         own_factors = [factors[index] for index in self._rest]
-        self._rest_found = _on_host([shards[index] for index in self._rest], norm_type, own_factors)
+        self._rest_found = _on_host([shards[index] for index in self._rest], norm_type, own_factors, exact=exact)
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
         """Total and count of all ranks of these axes; sums and counts of this rank's parts."""
-        sums, counts, exact = power_sums_there(self._tensors, self._norm_type, self._device)
-        weights, bad = _weights([self._factors[index] for index in self._there], self._norm_type)
-        uneven = bool(bad.any()) or bool((weights != 1.0).any())
-        both = self._up(torch.stack([weights, bad.double()])) if uneven else None
-        if both is not None:
-            sums = sums * both[0]
+        factors = [self._factors[index] for index in self._there]
+        weights, bad = _weights(factors, self._norm_type)
+        if self._exact:
+            sums, counts = exact_power_sums_there(self._tensors, self._norm_type, factors, self._device)
+            exact = False
+            both = self._up(torch.stack([weights, bad.double()])) if bool(bad.any()) else None
+        else:
+            sums, counts, exact = power_sums_there(self._tensors, self._norm_type, self._device)
+            uneven = bool(bad.any()) or bool((weights != 1.0).any())
+            both = self._up(torch.stack([weights, bad.double()])) if uneven else None
+            sums = sums if both is None else sums * both[0]
         found, guessed, own_sums, own_counts = self._exchange(sums, counts, both, guesses=not exact)
         if guessed:
             # Some rank's sums are not finite, and it has not counted whether its elements are: all come here together.
@@ -125,20 +157,23 @@ class _OnDevice:
         is_max = math.isinf(self._norm_type)
         flags = counts.sum().double()
         each = counts.double() if both is None else counts.double() + both[1]
-        own = torch.stack([_total(sums, self._norm_type), each.sum(), flags if guesses else torch.zeros_like(flags)])
+        total = added(sums).double() if self._exact else _total(sums, self._norm_type).reshape(1)
+        count, guess = each.sum().reshape(1), (flags if guesses else torch.zeros_like(flags)).reshape(1)
         if self._rest:
-            total, count = self._up(self._rest_found[0]).unbind()
-            joined = torch.maximum(own[0], total) if is_max else own[0] + total
-            own = torch.stack([joined, own[1] + count, own[2]])
+            rest = self._up(self._rest_found[0])
+            total = torch.maximum(total, rest[:-1]) if is_max else total + rest[:-1]
+            count = count + rest[-1:]
+        own = torch.cat([total, count, guess])
         rows = own
         for group in self._groups:
             rows = group.all_gather_numbers(rows, SUBJECT)
         # The only wait of the host, for what is queued on the device, and so for the ranks of all these axes.
-        here = self._groups[-1].to_host(torch.cat([sums, each, rows.reshape(-1)]))
+        seen = nearly(sums) if self._exact else sums
+        here = self._groups[-1].to_host(torch.cat([seen, each, rows.reshape(-1)]))
         parts = len(self._tensors)
         everyone = here[2 * parts :].view(rows.shape)
-        found = _folded(everyone[..., :2], is_max)
-        return found, bool(everyone[..., 2].any()), here[:parts], here[parts : 2 * parts].to(torch.int64)
+        found = _folded(everyone[..., :-1], is_max)
+        return found, bool(everyone[..., -1].any()), here[:parts], here[parts : 2 * parts].to(torch.int64)
 
     def _up(self, values: Tensor) -> Tensor:
         """A few numbers of the host, on the device, without waiting for it."""
@@ -154,7 +189,7 @@ class _OnDevice:
 
 
 def _folded(everyone: Tensor, is_max: bool) -> Tensor:
-    """Total and count from those of all ranks: (..., second axis, first axis, 2)."""
+    """Total and count from those of all ranks: (..., second axis, first axis, numbers)."""
     if everyone.dim() > 2:
         everyone = torch.stack([_folded(one, is_max) for one in everyone])
     return _added(everyone.contiguous(), is_max)

@@ -1,20 +1,22 @@
 """Sums of powers of this rank's parts of gradients, and how many of their values are not finite, part by part.
 
 Parts lie in the memory of the host or of a GPU, or in a tier, from which they are read chunk by chunk. Sums are float64
-(`ops.grad_stats`).
+(`ops.grad_stats`), or digits of exact ones (`ops.exact_sums`), for which parts are cut between blocks of the gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_strategy import ops
 from zero_strategy.offload.chunks import OffloadedPart, visit
+from zero_strategy.ops.block_sums import WORDS
 from zero_strategy.ops.library import FLOATS
+from zero_strategy.optim.exact_sum import flag_bad_factors, times_power
 
 Shard = Tensor | OffloadedPart
 """A rank's part of a gradient: in memory, or in a tier, from which it is read a few elements at a time."""
@@ -29,9 +31,9 @@ def power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, Tenso
         if not isinstance(shard, OffloadedPart):
             continue
         # The reduction has summed these on the way to the tier: nothing need be read again.
-        if shard.powers is not None and shard.powers[0] == norm_type:
-            sums[index] = shard.powers[1]
-            nonfinite[index] = shard.powers[2]
+        known = shard.powers
+        if known is not None and known.norm_type == norm_type and not isinstance(known.total, Tensor):
+            sums[index], nonfinite[index] = known.total, known.nonfinite
         else:
             away[index] = shard
     is_max = math.isinf(norm_type)
@@ -47,6 +49,55 @@ def power_sums(shards: Sequence[Shard], norm_type: float) -> tuple[Tensor, Tenso
     keys = list(away)
     visit(list(away.values()), lambda positions, values: add([keys[position] for position in positions], values))
     return sums, nonfinite
+
+
+def exact_power_sums(shards: Sequence[Shard], norm_type: float, factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Digits of the sum of |x * factor| ** norm_type of every part, and how many x are not finite, on the CPU.
+
+    A factor that is not finite makes its part so.
+    """
+    digits = torch.zeros(len(shards), WORDS, dtype=torch.int64)
+    counts = torch.zeros(len(shards), dtype=torch.int64)
+    finite = _finite(factors)
+    here: dict[tuple[torch.device, bool], dict[int, Tensor]] = {}  # by device, and whether there may be kernels
+    away = dict[int, OffloadedPart]()
+    for index, shard in enumerate(shards):
+        if isinstance(shard, Tensor):
+            here.setdefault((shard.device, shard.dtype in FLOATS), {})[index] = shard
+        elif not _take_known(shard, norm_type, finite[index], digits[index], counts[index]):
+            away[index] = shard
+
+    def add(indices: Sequence[int], values: Iterable[Tensor]) -> None:
+        tensors = [value.detach().contiguous() for value in values]
+        found = ops.exact_sums_on_host(tensors, norm_type, [finite[index] for index in indices])
+        at = torch.tensor(indices)
+        digits[at] += found[0]
+        counts[at] += found[1]
+
+    for parts in here.values():
+        add(list(parts), parts.values())
+    keys = list(away)
+    visit(list(away.values()), lambda positions, values: add([keys[position] for position in positions], values))
+    flag_bad_factors(digits, counts, factors)
+    return digits, counts
+
+
+def _take_known(part: OffloadedPart, norm_type: float, factor: float, digits: Tensor, count: Tensor) -> bool:
+    """Take what the reduction has found on the way to the tier; False if the values have to be read."""
+    known = part.powers
+    if known is None or known.norm_type != norm_type or not isinstance(known.total, Tensor):
+        return False
+    # Numbers that are not finite stay so. Powers that are not may be with another factor.
+    found = known.total if known.nonfinite else times_power(known.total, norm_type, factor)
+    if found is not None:
+        digits.copy_(found)
+        count.fill_(known.nonfinite)
+    return found is not None
+
+
+def _finite(factors: Sequence[float]) -> list[float]:
+    """The factors, 1 where one is not finite (`flag_bad_factors`)."""
+    return [factor if math.isfinite(factor) else 1.0 for factor in factors]
 
 
 def _of_tensors(shards: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
@@ -96,6 +147,22 @@ def power_sums_there(shards: Sequence[Tensor], norm_type: float, device: torch.d
         _put(sums, of_others[0], others)
         _put(counts, of_others[1], others)
     return sums, counts, exact
+
+
+def exact_power_sums_there(
+    shards: Sequence[Tensor], norm_type: float, factors: Sequence[float], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Digits as `exact_power_sums` takes them, of tensors on a GPU, on which they stay: nobody waits.
+
+    Returns:
+        (shards, WORDS) int64; (shards,) int64: 1 where a sum is not finite, factors that are not left out.
+    """
+    if not shards:
+        return torch.zeros(0, WORDS, dtype=torch.int64, device=device), torch.zeros(0, dtype=torch.int64, device=device)
+    values = [shard.detach().contiguous() for shard in shards]
+    digits, flags = ops.exact_sums_and_flags(values, norm_type, _finite(factors))
+    flag_bad_factors(digits, torch.zeros(len(shards), dtype=torch.int64), factors)
+    return digits, flags
 
 
 def exact_counts(shards: Sequence[Tensor], unsure: Sequence[int], like: Tensor) -> Tensor:
