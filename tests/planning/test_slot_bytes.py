@@ -21,11 +21,14 @@ def _bytes(engine: ZeroEngine, sums: Sums) -> int:
 
 
 def _held(engine: ZeroEngine) -> int:
-    return engine.ledger().only(category="gradient buckets").total.asked
+    return engine.ledger().only(category="gradient buckets").total.taken
 
 
 def _step(settings: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of sums between micro-batches, and the most at the ends of backwards, with what is foreseen."""
+    """Bytes of sums between micro-batches, and the most at the ends of backwards, with what is foreseen.
+
+    Without the last backward of `per_step`, of which buffers are on their way.
+    """
     config = load_config(settings)
     model, most = build(Language), 0
     end_slot, wait_for_slots = GradientBucket.end_slot, GradientBucket.wait_for_slots
@@ -33,7 +36,8 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
     def watched(original: Any) -> Any:
         def call(bucket: Any) -> None:
             nonlocal most
-            most = max(most, _held(engine))
+            if not (places.per_step and engine.slots.slot == engine.slots.own[-1]):
+                most = max(most, _held(engine))
             original(bucket)
 
         return call
@@ -41,7 +45,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
     with ZeroEngine(model, config) as engine:
         optimizer = torch.optim.AdamW(model.parameters())
         engine.attach(optimizer)
-        plan = config.plan(Language(), world_size=engine.mesh.world_size, optimizer=optimizer, device="cpu")
+        plan = config.plan(Language(), world_size=engine.mesh.world_size, optimizer=optimizer, device="cpu", snapshots=False)
         ledger, places = plan.ledger(engine.mesh.rank), places_of(engine.config.config)
         between, foreseen = [], []
         GradientBucket.end_slot = watched(end_slot)  # type: ignore[method-assign]
@@ -62,7 +66,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
         "between": between,
         "foreseen": [*foreseen[:-1], 0],
         "most": most,
-        "planned": sum(e.asked for e in ledger if e.peak and e.owner.unit == "sums over slots"),
+        "planned": sum(e.taken for e in ledger if e.peak and e.owner.unit == "sums over slots"),
         "differ": {key for key in held.keys() | planned.keys() if held.get(key) != planned.get(key)},
     }
 

@@ -32,12 +32,14 @@ def sums_over_slots(units: Units, config: ZeroConfig, rank: int, device_type: st
     if not config.reproducible.slots:
         return
     trained = [bucket for unit in units for bucket in unit if bucket.trainable]
-    whole = [bucket.layout.numel * bucket.gradient_dtype.itemsize for bucket in trained]
+    whole = [bucket.gradient_bytes for bucket in trained]
     slices = [bucket.layout.slice_numel * bucket.gradient_dtype.itemsize for bucket in trained]
     most = max(moments(config, rank), key=lambda each: each.full * sum(whole) + each.slices * sum(slices), default=NONE)
-    asked = most.full * sum(whole) + most.slices * sum(slices)
-    taken = sum(most.full * allocated(one, device_type) for one in whole)
-    taken += sum(most.slices * allocated(one, device_type) for one in slices)
+    asked = taken = 0
+    for bucket, all_of_it, a_slice in zip(trained, whole, slices, strict=True):
+        own = sum(piece.numel for piece in bucket.layout.pieces(*bucket.slice_of(rank)))
+        asked += (most.full * bucket.elements + most.slices * own) * bucket.gradient_dtype.itemsize
+        taken += most.full * allocated(all_of_it, device_type) + most.slices * allocated(a_slice, device_type)
     yield Entry("gradient buckets", "device", Owner("sums over slots"), asked, taken, peak=True)
 
 
