@@ -151,20 +151,47 @@ def order_of(loader: DataLoader[Any], slots: int) -> bool:
     raise ValueError(f"reproducible.slots is {slots}, and a DataLoader cannot be divided into slots: {why}")
 
 
-def slot_loader(loader: DataLoader[Any], sampler: SlotSampler, ranks: int = 1) -> DataLoader[Any]:
-    """A loader of this rank's slots in the place of a loader that `order_of` accepts.
+def in_slots(loader: DataLoader[Any], slots: int, own: Sequence[int], seed: int | None) -> DataLoader[Any]:
+    """A loader of this rank's slots, each of which is a batch, in the place of a loader.
+
+    Args:
+        loader: Its batches are as large; it shuffles, or not, and drops a last step of less, or fills it, as it says.
+        slots: Of a step.
+        own: This rank's.
+        seed: Of the order, and of what is drawn; None: that of the loader's sampler, or 0.
+
+    Raises:
+        ValueError: As `order_of`.
+    """
+    shuffle, size = order_of(loader, slots), loader.batch_size
+    assert size is not None
+    seed = int(getattr(loader.sampler, "seed", 0)) if seed is None else seed
+    samples = len(cast(Sized, loader.dataset))
+    sampler = slot_sampler(loader) or SlotSampler(
+        samples, slots, own, size, shuffle=shuffle, seed=seed, drop_last=loader.drop_last
+    )
+    return slot_loader(loader, sampler)
+
+
+def slot_loader(loader: DataLoader[Any], sampler: SlotSampler, ranks: int | None = None) -> DataLoader[Any]:
+    """A loader of this rank's slots in the place of a loader that `order_of` accepts; one of slots already stays.
 
     Args:
         loader: Its batches are as large as those of the result.
         sampler: Of this rank's slots.
-        ranks: Those that get different batches.
+        ranks: Those that get different batches, where batches are to tell (`SlotBatches`).
     """
+    if isinstance(loader.dataset, SlotData):
+        return loader
     assert loader.batch_size is not None
     collate = cast("Callable[[Any], Any]", loader.collate_fn)
+    order: dict[str, Any] = {"batch_size": loader.batch_size, "sampler": sampler}
+    if ranks is not None:
+        order = {"batch_sampler": SlotBatches(sampler, loader.batch_size, ranks)}
     return DataLoader(
         SlotData(loader.dataset),
-        batch_sampler=SlotBatches(sampler, loader.batch_size, ranks),
         collate_fn=SlotCollation(loader.dataset, collate, sampler),
+        **order,
         **{name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)},
     )
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from zero_strategy.config import ZeroConfig, resolve
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.slots import accumulation_of, own_slots
+from zero_strategy.reproducible.accumulation import accumulation_of, own_slots
 from zero_strategy.reproducible.loaders import order_of, slot_loader, slot_sampler
 from zero_strategy.reproducible.samples import SlotSampler
 from zero_strategy.runtime.terminal import report
@@ -58,10 +58,14 @@ class SlotTraining:
         Raises:
             ValueError: If its number was given, and does not fit.
         """
-        accelerator = self._accelerator
+        accelerator, stages = self._accelerator, self._config.pipeline.stages
         given = accelerator.gradient_accumulation_steps
-        name, rank = f"ZeroAccelerator({ACCUMULATION})", accelerator.process_index
-        wanted = accumulation_of(self._config, accelerator.num_processes, given, name, rank=rank)
+        ranks = accelerator.num_processes // stages
+        # A batch of a pipeline has all slots of its ranks.
+        if self.slots and stages > 1 and given == 1:
+            return
+        tells = accelerator.is_main_process
+        wanted = accumulation_of(self._config, ranks, given, f"ZeroAccelerator({ACCUMULATION})", tells=tells)
         if wanted != given:
             self.derived, accelerator.gradient_accumulation_steps = True, wanted
 
@@ -187,9 +191,11 @@ class SlotTraining:
         """
         if not self.slots:
             return
-        active = self._accelerator.gradient_state.active_dataloader
-        sampler = None if active is None else slot_sampler(active)
-        if active is not None and sampler is None:
+        active = [loader for loader in self._accelerator.gradient_state.dataloader_references if loader is not None]
+        # One that gives batches of an evaluation may have been left in the middle.
+        samplers = [sampler for loader in active if (sampler := slot_sampler(loader)) is not None]
+        sampler = samplers[-1] if samplers else None
+        if active and sampler is None:
             raise RuntimeError(
                 f"reproducible.slots is {self.slots}, and this batch comes from a loader that gives ranks batches by "
                 "their number: prepare it in one call with the optimizer, or by "

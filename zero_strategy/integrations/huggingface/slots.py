@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.integrations.slots import accumulation_of
+from zero_strategy.reproducible.accumulation import accumulation_of
 
 _AVERAGES = "average_tokens_across_devices"
 
@@ -45,7 +45,8 @@ def fit_arguments(args: Any, config: ZeroConfig) -> None:
             origin = config.origin_of("reproducible.slots")
             raise ValueError(f"TrainingArguments({name}={wrong}) with reproducible.slots {slots} [{origin}]: {why}")
     given, name = args.gradient_accumulation_steps, "TrainingArguments(gradient_accumulation_steps)"
-    args.gradient_accumulation_steps = accumulation_of(config, args.world_size, given, name, rank=args.process_index)
+    tells = args.process_index == 0
+    args.gradient_accumulation_steps = accumulation_of(config, args.world_size, given, name, tells=tells)
 
 
 class SlotBatchList(list[Any]):

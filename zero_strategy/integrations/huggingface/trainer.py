@@ -369,7 +369,7 @@ class ZeroTrainerMixin(SlotSteps):
 
     def _load_best_model(self) -> None:
         engine = self.zero_engine
-        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        best = self.state.best_model_checkpoint
         if engine is not None and best is not None and (Path(best) / MANIFEST_NAME).is_file():
             callback, reader = self._averaging(), open_any(best)
             # The callback leaves an average in the model, so that of the best checkpoint is the one to load.

@@ -59,6 +59,7 @@ from zero_strategy.integrations.lightning.setup import (
     read_settings,
     shows_settings,
 )
+from zero_strategy.integrations.lightning.slot_loaders import SlotLoaders
 from zero_strategy.integrations.takeover import hold
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class FabricStrategy(TensorMesh, _Base):
             start_method=start_method,
         )
         self._made: list[ZeroEngine] = []
+        self._loaders = SlotLoaders(self.config.reproducible.slots)
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._whole_files = checkpoint_io is not None
         self._backward_sync_control: Any = BackwardSync()
@@ -313,6 +315,26 @@ class FabricStrategy(TensorMesh, _Base):
         Of the first module that has any.
         """
         return next((metrics for engine in self.engines if (metrics := engine.step_metrics())), {})
+
+    # ---- slots ----
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """With `reproducible.slots` a loader that shuffles gives this rank the samples of its slots.
+
+        Raises:
+            ValueError: If samples cannot be divided so; says why.
+        """
+        found = super().process_dataloader(dataloader)
+        return self._loaders.take(found, self._resolve(), self.global_rank) if self._loaders.slots else found
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """See Fabric's.
+
+        Raises:
+            RuntimeError: With `reproducible.slots`, if the batch is none of a slot.
+        """
+        self._loaders.check_backward()
+        super().backward(tensor, module, *args, **kwargs)
 
     # ---- gradients ----
 

@@ -45,6 +45,7 @@ from zero_strategy.diagnostics.monitor import Monitor
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.shard_storage import IN_BACKWARD
 from zero_strategy.fsdp.uneven_batches import JoinedBatches
+from zero_strategy.reproducible.loaders import in_slots
 
 COUNTERS_KEY = "zero_strategy.script"
 """The key of the engine's counters in a checkpoint's client state."""
@@ -198,7 +199,8 @@ class ScriptEngine:
                 that could wait, and average all the same; the result is then unchanged but for the order of the sum.
             release_loss: Return a copy of the value that does not hold on to the graph.
             retain_graph: Keep the graph for another backward.
-            scale_wrt_gas: Divide by the number of micro-batches per step.
+            scale_wrt_gas: Divide by the number of micro-batches per step; not with `reproducible.slots`, of which the
+                engine takes the mean.
 
         Returns:
             The loss as it was divided, without the loss scale.
@@ -209,9 +211,10 @@ class ScriptEngine:
         """
         self._check_loss(loss)
         self.zero.model.moved.check("backward()", IN_BACKWARD)
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+        divides = scale_wrt_gas and not self.zero.slots.slots
+        if divides and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
-        self.zero.check_loss(loss, 1 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0)
+        self.zero.check_loss(loss, 1 / self.gradient_accumulation_steps() if divides else 1.0)
         averages = allreduce_gradients and not self._held_back and self.is_gradient_accumulation_boundary()
         with self._plain.of_engine(), nullcontext() if averages else self.zero.no_sync():
             self.zero.scale_loss(loss).backward(retain_graph=retain_graph)
@@ -388,6 +391,11 @@ class ScriptEngine:
         steps = train_batch_size // (micro * ranks)
         if steps < 1 or train_batch_size != steps * micro * ranks:
             raise ValueError(f"train_batch_size {train_batch_size} is no multiple of {MICRO} {micro} x {ranks} rank(s)")
+        if (slots := self.zero.slots.slots) and steps * ranks != slots:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is {steps * ranks} micro-batches of {micro}, and a step of "
+                f"reproducible.slots {slots} is {slots} of them: use set_train_micro_batch_size"
+            )
         self._take_batch(train_batch_size, micro, steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -538,9 +546,13 @@ class ScriptEngine:
     ) -> DataLoader[Any]:
         """A loader of this rank's micro-batches of a dataset; see `distributed_loader`.
 
-        `route` is accepted without effect: loaders for training and evaluation are made alike.
+        `route` is without effect, but with `reproducible.slots`: only a loader for training ("train") gives this rank
+        the samples of its slots, in the same order on any number of ranks.
+
+        Raises:
+            ValueError: If samples of slots cannot be had with `data_sampler`.
         """
-        return distributed_loader(
+        loader = distributed_loader(
             dataset,
             batch_size or self.train_micro_batch_size_per_gpu(),
             rank=self.zero.mesh.rank,
@@ -551,6 +563,10 @@ class ScriptEngine:
             num_workers=num_local_io_workers,
             drop_last=self.settings.drop_last,
         )
+        slots = self.zero.slots
+        if not slots.slots or route != "train":
+            return loader
+        return in_slots(loader, slots.slots, slots.own, self.zero.config.config.reproducible.seed)
 
     def take_training_data(self, dataset: Dataset[Any]) -> None:
         """Make `training_dataloader` of a dataset."""
@@ -561,7 +577,11 @@ class ScriptEngine:
 
         `engine.backward(loss * weight)` and `engine.step()` are called for each. `global_samples` counts batches that
         are repeated, too.
+
+        Raises:
+            RuntimeError: With `reproducible.slots`, of which a step has all.
         """
+        self.zero.slots.refuse("join_batches() repeats batches where ranks have fewer")
         return self.zero.join_batches(loader)
 
     def save_checkpoint(

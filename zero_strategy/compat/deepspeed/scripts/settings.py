@@ -25,7 +25,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from zero_strategy.comm.process_group import world_size
+from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.config import Layer, ZeroConfig, load_config, load_layers
 from zero_strategy.config.deepspeed.classify import read_base64, read_json_file
 from zero_strategy.config.deepspeed.read import own_keys, read_deepspeed
@@ -33,6 +33,7 @@ from zero_strategy.config.deepspeed.settings import ACCUMULATION, MICRO, TRAIN, 
 from zero_strategy.config.load import config_of
 from zero_strategy.config.section import PYTHON
 from zero_strategy.config.sources import read_file, read_mapping
+from zero_strategy.reproducible.accumulation import accumulation_of
 
 C = TypeVar("C", bound="Config")
 
@@ -276,7 +277,7 @@ def settings_of(config: Any, world: int, *, pipeline: bool = False) -> ScriptSet
     """
     if isinstance(config, ZeroConfig):
         if config.deepspeed is not None:  # with what others own in the file
-            return replace(_of_deepspeed(config.deepspeed, world), zero=load_config(config))
+            return _of_deepspeed(config.deepspeed, world, load_config(config))
         return _settings(load_config(config), {}, 0.0, world, pipeline=pipeline)
     layer = _read(config)
     native = own_keys(layer.values)
@@ -288,10 +289,11 @@ def settings_of(config: Any, world: int, *, pipeline: bool = False) -> ScriptSet
     if native:
         own = {key: value for key, value in layer.values.items() if key not in SCRIPT_KEYS}
         return _settings(load_layers([Layer(own, layer.origin)]), script, 0.0, world, layer.origin, pipeline=pipeline)
-    return _of_deepspeed(read_deepspeed(layer), world)
+    found = read_deepspeed(layer)
+    return _of_deepspeed(found, world, config_of(found))
 
 
-def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
+def _of_deepspeed(settings: DeepSpeedSettings, world: int, zero: ZeroConfig) -> ScriptSettings:
     """Contents of DeepSpeed's JSON; in a script there is nobody else to decide what it leaves open."""
     deciding = (TRAIN, MICRO, ACCUMULATION, CLIPPING, "fp16.", "bf16.", "optimizer.", "scheduler.")
     open_keys = [r.path for r in settings.found if r.value == "auto" and r.key.startswith(deciding)]
@@ -304,8 +306,8 @@ def _of_deepspeed(settings: DeepSpeedSettings, world: int) -> ScriptSettings:
             "value, or leave it out for DeepSpeed's default"
         )
     return ScriptSettings(
-        zero=config_of(settings),
-        batch=settings.batch.derive(max(1, world)),
+        zero=zero,
+        batch=_batch(settings.batch, zero, world),
         clipping=float(settings.gradient_clipping.value),
         compute_dtype=_LOW.get(settings.precision.value),
         autocast=None if settings.autocast is None else _LOW[settings.autocast.value],
@@ -342,12 +344,28 @@ def _settings(
         steps = zero.pipeline.micro_batches
     return ScriptSettings(
         zero=zero,
-        batch=BatchSettings(script.get(TRAIN), script.get(MICRO), steps).derive(max(1, world)),
+        batch=_batch(BatchSettings(script.get(TRAIN), script.get(MICRO), steps), zero, world),
         clipping=float(clip),
         compute_dtype=_dtype(script),
         optimizer=_named(script, "optimizer", origin),
         scheduler=_named(script, "scheduler", origin),
     )
+
+
+def _batch(given: BatchSettings, zero: ZeroConfig, world: int) -> BatchSettings:
+    """Batch sizes, of which two give the third; with `reproducible.slots` the number of micro-batches is known.
+
+    Raises:
+        ValueError: If numbers disagree.
+    """
+    ranks, name = max(1, world), ACCUMULATION
+    if not zero.reproducible.slots:
+        return given.derive(ranks)
+    steps = given.gradient_accumulation_steps
+    if steps is None and None not in (given.train_batch_size, given.train_micro_batch_size_per_gpu):
+        steps, name = given.derive(ranks).gradient_accumulation_steps, f"{TRAIN} / ({MICRO} x {ranks} rank(s))"
+    wanted = accumulation_of(zero, ranks, steps or 1, name, tells=world_rank() == 0)
+    return replace(given, gradient_accumulation_steps=wanted).derive(ranks)
 
 
 def _read(config: Any) -> Layer:
