@@ -1,11 +1,15 @@
 """Digests of tensors that add up: those of a tensor's parts, on whatever ranks, sum to that of the whole, modulo 2^64.
 
-    digest = sum over words w[i] of  w[i] * r[i mod 65536] * m(salt, i div 65536)        modulo 2^64
+    digest = sum over pairs of words p[i] of  p[i] * r[i mod 32768] * m(salt, i div 32768)        modulo 2^64
 
-A word is 32 bits of memory (an element of 16 or 8 bits is one word, of 64 bits two), i its place in the whole tensor, r
-a fixed table of odd numbers, m an odd number for each block, and the salt the tensor's name. Factors are odd and a word
-has 32 bits, so a change of one word always changes the digest; of other changes about one in 2^64 does not. Sums of
-integers have no order: threads, devices and divisions of the elements give the same bits.
+A word is 32 bits of memory (an element of 16 or 8 bits is one word, of 64 bits two). A pair is the word of an even
+place in the whole tensor and that of the odd place after it, the higher one; r is a fixed table of odd numbers, m an odd
+number for each block, and the salt the tensor's name.
+
+Factors are odd, so a change of one word always changes the digest. Of other changes one in 2^32 does not, or fewer; only
+changes that are confined to odd places, and to the highest k bits there, cancel more easily, one in 2^k. Sums of
+integers have no order: threads, devices and divisions of the elements give the same bits. Memory is read once, and
+nothing is widened or written.
 
 The numbers come from SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 """
@@ -21,10 +25,11 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
-BLOCK = 1 << 16
+PAIRS = 1 << 15
+BLOCK = 2 * PAIRS
 """Words that share a factor."""
-_CPU_ROWS, _DEVICE_ROWS = 8, 64
-"""Blocks at a time: their words as int64 stay in a cache, or make few launches."""
+_DEVICE_ROWS = 64
+"""Blocks at a time on a GPU, where products take memory."""
 
 
 def mixed(number: int) -> int:
@@ -101,7 +106,6 @@ class Digester:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._table = _table().to(device)
-        self._rows = _CPU_ROWS if device.type == "cpu" else _DEVICE_ROWS
 
     def of(self, values: Tensor, start: int, salt: int) -> Tensor:
         """The digest of a part of a tensor.
@@ -116,17 +120,36 @@ class Digester:
         """
         words, at = words_of(values).to(self.device), start * words_per_element(values.dtype)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
+        if at % 2 and words.numel():
+            total += (words[0].to(torch.int64) << 32) * self._factor_of(at, salt)
+            words, at = words[1:], at + 1
+        if words.numel() % 2:
+            low = words[-1].to(torch.int64) & 0xFFFFFFFF
+            total += low * self._factor_of(at + words.numel() - 1, salt)
+            words = words[:-1]
+        if words.storage_offset() % 2 or words.data_ptr() % 8:
+            words = words.clone()
+        return total + self._of_pairs(words.view(torch.int64), at // 2, salt)
+
+    @staticmethod
+    def _factor_of(word: int, salt: int) -> int:
+        block, inner = divmod(word // 2, PAIRS)
+        return signed((mixed(inner) | 1) * factor(salt, block))
+
+    def _of_pairs(self, pairs: Tensor, at: int, salt: int) -> Tensor:
+        """The digest of pairs, of which the first is number `at` of the tensor."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
         done = 0
-        while done < words.numel():
-            block, inner = divmod(at + done, BLOCK)
-            if inner or words.numel() - done < BLOCK:  # the ends
-                count = min(BLOCK - inner, words.numel() - done)
-                part = words[done : done + count].to(torch.int64)
+        while done < pairs.numel():
+            block, inner = divmod(at + done, PAIRS)
+            if inner or pairs.numel() - done < PAIRS:  # the ends
+                count = min(PAIRS - inner, pairs.numel() - done)
+                part = pairs[done : done + count]
                 total += self._dot(part, self._table[inner : inner + count]) * factor(salt, block)
             else:
-                rows = min((words.numel() - done) // BLOCK, self._rows)
-                count = rows * BLOCK
-                sums = self._row_sums(words[done : done + count].view(rows, BLOCK).to(torch.int64))
+                rows = (pairs.numel() - done) // PAIRS
+                count = rows * PAIRS
+                sums = self._row_sums(pairs[done : done + count].view(rows, PAIRS))
                 factors = torch.tensor([factor(salt, block + row) for row in range(rows)], dtype=torch.int64)
                 total += (sums * factors.to(self.device)).sum()
             done += count
@@ -136,7 +159,7 @@ class Digester:
         """Digests of rows of words, without their factors.
 
         Args:
-            rows: (rows, words) int32; at most `BLOCK` words.
+            rows: (rows, words) int32; at most `PAIRS` words.
 
         Returns:
             (rows,) int64.
@@ -155,12 +178,14 @@ class Digester:
                 total += signed(salt_of(own, repr(leaf)))
         return total
 
-    def _dot(self, words: Tensor, factors: Tensor) -> Tensor:
+    def _dot(self, pairs: Tensor, factors: Tensor) -> Tensor:
         # Products of vectors of integers are there for the host alone.
-        return torch.dot(words, factors) if self.device.type == "cpu" else words.mul_(factors).sum()
+        return torch.dot(pairs, factors) if self.device.type == "cpu" else (pairs * factors).sum()
 
     def _row_sums(self, rows: Tensor) -> Tensor:
-        return torch.mv(rows, self._table) if self.device.type == "cpu" else rows.mul_(self._table).sum(1)
+        if self.device.type == "cpu":
+            return torch.mv(rows, self._table)
+        return torch.cat([(part * self._table).sum(1) for part in rows.split(_DEVICE_ROWS)])
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -168,8 +193,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _table() -> Tensor:
-    """The outputs of SplitMix64 for the first numbers, made odd; (BLOCK,) int64."""
-    state = np.arange(BLOCK, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    """The outputs of SplitMix64 for the first numbers, made odd; (PAIRS,) int64."""
+    state = np.arange(PAIRS, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(multiplier)
     made = (state ^ (state >> np.uint64(31))) | np.uint64(1)

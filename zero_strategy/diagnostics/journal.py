@@ -220,7 +220,8 @@ class StepJournal:
             self._at.seen.returned.append(loss.detach())
 
     def _take_sample(self, unit: int, output: Any) -> None:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.numel()][:_MOST_TENSORS]
+        found = [output] if isinstance(output, Tensor) else tensors_in(output)
+        tensors = [tensor for tensor in found if tensor.numel()][:_MOST_TENSORS]
         if not tensors:
             return
         call = self._at.seen.calls.get(unit, 0)
@@ -229,8 +230,8 @@ class StepJournal:
             whole = torch.stack([self._digester.of(t, 0, salt_of("output", i)) for i, t in enumerate(tensors)]).sum()
             self._at.seen.samples.append((unit, call, whole))
             return
-        each = max(1, self._elements // len(tensors))
-        self._at.seen.samples.append((unit, call, torch.cat([_sample(tensor, each) for tensor in tensors])))
+        parts = [_sample(tensor, max(1, self._elements // len(tensors))) for tensor in tensors]
+        self._at.seen.samples.append((unit, call, parts[0] if len(parts) == 1 else torch.cat(parts)))
 
     def _slot_event(self, event: SlotEvent, value: Any) -> None:
         if event == "inputs":
@@ -422,13 +423,16 @@ def _digest(number: int, *parts: str | int) -> int:
     return number * factor(salt_of(*parts), 0)
 
 
-@torch.no_grad()
 def _sample(tensor: Tensor, count: int) -> Tensor:
-    """Words of a few elements, evenly spread; int32."""
-    flat = tensor.detach().reshape(-1)
+    """Words of a few elements, evenly spread; int32. Few calls: this runs for every unit in every forward."""
+    flat = tensor.detach()
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
     # An odd distance does not stay in one column.
     distance = max(1, flat.numel() // count) | 1
-    return words_of(flat[::distance][:count].clone())
+    taken = min(count, -(-flat.numel() // distance))
+    found = flat.as_strided((taken,), (distance,)).clone()
+    return found.view(torch.int32) if found.dtype == torch.float32 else words_of(found)
 
 
 class _Before(EphemeralHook):

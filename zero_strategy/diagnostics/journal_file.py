@@ -44,7 +44,7 @@ _STEP = struct.Struct("<qdQdBBHH")
 _GROUP = struct.Struct("<HHQIIII")
 _LINE = struct.Struct("<IQ")
 _WEIGHTS = struct.Struct("<qH")
-_WEIGHT = struct.Struct("<I")
+_WEIGHT = struct.Struct("<Q")
 
 
 def journal_path(directory: Path, rank: int) -> Path:
@@ -206,7 +206,7 @@ def pack_json(value: Mapping[str, Any]) -> bytes:
 
 def pack_weights(step: int, lines: tuple[int, ...]) -> bytes:
     """The payload of a record W."""
-    return _WEIGHTS.pack(step, len(lines)) + b"".join(_WEIGHT.pack(line & 0xFFFFFFFF) for line in lines)
+    return _WEIGHTS.pack(step, len(lines)) + b"".join(_WEIGHT.pack(line) for line in lines)
 
 
 def records(content: bytes, source: str) -> Iterator[tuple[bytes, bytes, int]]:
@@ -278,7 +278,7 @@ def _take(found: list[Session], kind: bytes, payload: bytes, where: str) -> None
         session.take(entry)
     elif kind == b"W":
         step, count = _WEIGHTS.unpack_from(payload)
-        session.weights[step] = struct.unpack_from(f"<{count}I", payload, _WEIGHTS.size)
+        session.weights[step] = struct.unpack_from(f"<{count}Q", payload, _WEIGHTS.size)
     elif kind == b"P":
         values = bounded_json.parse(payload, where)
         session.hyper[int(values["step"])] = dict(values["changes"])

@@ -490,7 +490,8 @@ def install_diagnostics(engine: ZeroEngine) -> Installed:
     closing: list[Callable[[], None]] = []
     if settings.diagnostics.run_dir:
         recorder = record(engine)
-        if settings.diagnostics.journal and engine.slots.slots:
+        # The stages of a pipeline have forwards of their own, and no journal yet.
+        if settings.diagnostics.journal and engine.slots.slots and settings.pipeline.stages == 1:
             from zero_strategy.diagnostics.journal import keep_journal
 
             journal = keep_journal(engine, recorder.directory)

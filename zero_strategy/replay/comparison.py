@@ -146,7 +146,7 @@ def _norm(ours: StepView, theirs: StepView) -> Difference | None:
 
 
 def _gradients(ours: StepView, theirs: StepView, lines: Sequence[JoinedLine]) -> Difference | None:
-    found = list(_unequal(ours, theirs, ours.gradients, theirs.gradients, lines, MASK))
+    found = list(_unequal(ours.gradients, theirs.gradients, lines))
     if not found:
         return None
     # Backwards end with the root, and go from the last unit to the first.
@@ -160,24 +160,22 @@ def _gradients(ours: StepView, theirs: StepView, lines: Sequence[JoinedLine]) ->
 
 def _weights(ours: StepView, theirs: StepView, lines: Sequence[JoinedLine], *, before: bool) -> Difference | None:
     a, b = (ours.weights_before, theirs.weights_before) if before else (ours.weights, theirs.weights)
-    if a is None or b is None or not (found := list(_unequal(ours, theirs, a, b, lines, 0xFFFFFFFF))):
+    if a is None or b is None or not (found := list(_unequal(a, b, lines))):
         return None
     when = "before the step" if before else "after it, though gradients are equal"
     detail = f"weights differ {when}" + (f"; also of {_listed([o.name for o in found[1:]])}" if found[1:] else "")
     return Difference(ours.step, "weights", detail, "", *_culprits(ours, theirs, a, b, found[0]), found[0].name)
 
 
-def _unequal(
-    ours: StepView, theirs: StepView, a: Rows, b: Rows, lines: Sequence[JoinedLine], mask: int
-) -> Iterator[JoinedLine]:
+def _unequal(a: Rows, b: Rows, lines: Sequence[JoinedLine]) -> Iterator[JoinedLine]:
     """Lines of which not all rows of both runs have the same digest."""
     for line in lines:
-        if len({*_by_row(a, line.ours, mask).values(), *_by_row(b, line.theirs, mask).values()}) > 1:
+        if len({*_by_row(a, line.ours).values(), *_by_row(b, line.theirs).values()}) > 1:
             yield line
 
 
-def _by_row(rows: Rows, places: Sequence[int], mask: int = MASK) -> dict[int, int]:
-    return {row: sum(d[i] for d in ranks.values() for i in places) & mask for row, ranks in rows.items()}
+def _by_row(rows: Rows, places: Sequence[int]) -> dict[int, int]:
+    return {row: sum(d[i] for d in ranks.values() for i in places) & MASK for row, ranks in rows.items()}
 
 
 def _culprits(

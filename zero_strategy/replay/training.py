@@ -252,7 +252,7 @@ class _Kept:
 
     def weights(self, place: Place, step: int, lines: tuple[int, ...]) -> None:
         """See `Sink`."""
-        self.sessions[-1].ranks[place.rank].weights[step] = tuple(line & 0xFFFFFFFF for line in lines)
+        self.sessions[-1].ranks[place.rank].weights[step] = lines
 
     def close(self) -> None:
         """See `Sink`."""
