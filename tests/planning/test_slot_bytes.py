@@ -45,7 +45,9 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
     with ZeroEngine(model, config) as engine:
         optimizer = torch.optim.AdamW(model.parameters())
         engine.attach(optimizer)
-        plan = config.plan(Language(), world_size=engine.mesh.world_size, optimizer=optimizer, device="cpu", snapshots=False)
+        plan = config.plan(
+            Language(), world_size=engine.mesh.world_size, optimizer=optimizer, device="cpu", snapshots=False
+        )
         ledger, places = plan.ledger(engine.mesh.rank), places_of(engine.config.config)
         between, foreseen = [], []
         GradientBucket.end_slot = watched(end_slot)  # type: ignore[method-assign]

@@ -167,7 +167,7 @@ class ShardedModel:
         self.module, self.mesh, self.config, self.compute_dtype = module, mesh, config, compute_dtype
         self.placement = placement_for(config, mesh.shard_size)
         self.engine: object | None = None
-        self.exact_norms = False
+        self.exact_norms = bool(config.reproducible.slots)
         self.recorders: weakref.WeakSet[ValueRecorder] = weakref.WeakSet()
         sends_changes = config.communication.parameters == "delta" and mesh.shard_size > 1
         self.changed_values = ChangedValues(mesh, self.device) if sends_changes else None
