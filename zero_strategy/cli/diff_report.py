@@ -249,7 +249,7 @@ def _place(each: Difference) -> str:
 
 
 def _kinds(entries: Sequence[Difference]) -> str:
-    """ "optimizer state (exp_avg, exp_avg_sq)"."""
+    """Kinds of optimizer state in words: "optimizer state (exp_avg, exp_avg_sq)"."""
     kinds = dict.fromkeys(each.where.split(" ", 2)[2] for each in entries if each.where.startswith("optimizer "))
     return f"optimizer state ({', '.join(kinds)})"
 
