@@ -16,7 +16,7 @@ from zero_strategy.integrations.accelerate import ZeroAccelerator
 
 @dataclass
 class Trained:
-    """What a training came to; equal on all ranks, and at any number of them.
+    """Results of a training; equal on all ranks, and at any number of them.
 
     Attributes:
         digest: Of weights and states.

@@ -47,7 +47,7 @@ def model_of(kind: str, dropout: float = 0.1) -> Any:
 
 @dataclass
 class Trained:
-    """What a Trainer came to; equal on all ranks, and at any number of them.
+    """Results of a Trainer; equal on all ranks, and at any number of them.
 
     Attributes:
         digest: Of weights and states.

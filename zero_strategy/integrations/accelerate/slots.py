@@ -165,7 +165,7 @@ class SlotTraining:
         return slot_loader(loader, sampler, share[0])
 
     def _seed(self) -> int:
-        """Of the order of samples; the same on all ranks. A collective the first time, where none was given."""
+        """Seed of the order of samples, the same on all ranks. A collective the first time, where none was given."""
         if self.seed is None:
             own = torch.tensor([torch.initial_seed() & 0x7FFFFFFF], device=self._accelerator.device)
             self.seed = int(self._accelerator.gather(own)[0])

@@ -319,7 +319,7 @@ class FabricStrategy(TensorMesh, _Base):
     # ---- slots ----
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """With `reproducible.slots` a loader that shuffles gives this rank the samples of its slots.
+        """See Fabric's; with `reproducible.slots` a loader that shuffles gives this rank the samples of its slots.
 
         Raises:
             ValueError: If samples cannot be divided so; says why.
