@@ -167,7 +167,7 @@ def loop(what: str, script: Script) -> None:
         ("metrics", ["evaluation", "slots=False"]),
         ("changed", ["gradient_accumulation_steps is 4 by now", "leave it at 2"]),
         ("no accumulate", ["optimizer.step() after 1 of 2", "accelerator.accumulate(model)"]),
-        ("two backwards", ["begins micro-batch 2 of 2, and 2 backward(s)", "micro_batch()"]),
+        ("two backwards", ["begins micro-batch 2 of 2, and 2 backward(s)", "one backward, of the sum"]),
     ],
 )
 def test_accelerate_refuses_what_is_no_step_of_slots(ranks: Launcher, what: str, parts: list[str]) -> None:
@@ -206,8 +206,8 @@ def test_accelerate_tells_what_slots_decide(ranks: Launcher) -> None:
     assert sizes == [4, 2 * ROWS, 12, [0, 1, 2, 3]] and others == [4, 2 * ROWS, 12, [4, 5, 6, 7]]
 
 
-def two_losses(stage: int) -> str:
-    """Two backwards of one micro-batch, by workers that read ahead."""
+def by_workers(stage: int) -> str:
+    """The digest of a training whose samples a worker reads ahead, and in which the model runs twice."""
     torch.set_num_threads(1)
     with fresh_state():
         accelerator, model = accelerator_of(4, {"stage": stage}), build()
@@ -216,13 +216,11 @@ def two_losses(stage: int) -> str:
         model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
         for tokens in loader:
             with accelerator.accumulate(model):
-                with accelerator.engine(model).micro_batch():
-                    accelerator.backward(model(tokens))
-                    accelerator.backward(model(tokens.flip(0)))
+                accelerator.backward(model(tokens) + model(tokens.flip(0)))
                 optimizer.step()
                 optimizer.zero_grad()
         return digest_of(accelerator.engine(model))
 
 
-def test_accelerate_has_two_backwards_in_a_micro_batch(ranks: Launcher) -> None:
-    assert len({digest for world in (1, 2) for stage in (1, 3) for digest in ranks(world)(two_losses, stage)}) == 1
+def test_accelerate_has_slots_that_workers_read(ranks: Launcher) -> None:
+    assert len({digest for world in (1, 2) for stage in (1, 3) for digest in ranks(world)(by_workers, stage)}) == 1

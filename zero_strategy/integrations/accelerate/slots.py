@@ -223,9 +223,8 @@ class SlotTraining:
         if done != position:
             raise RuntimeError(
                 f"accumulate() begins micro-batch {position + 1} of {number}, and {done} backward(s) have run since "
-                "the last step: with reproducible.slots each accumulate() has one backward. Add losses up before it, "
-                "or put forward and backwards in `with accelerator.engine(model).micro_batch():`; and call "
-                "optimizer.step() and optimizer.zero_grad() in each accumulate()"
+                "the last step: with reproducible.slots each accumulate() has one backward, of the sum of all losses; "
+                "call optimizer.step() and optimizer.zero_grad() in each accumulate()"
             )
 
     def check_complete(self, engine: ZeroEngine) -> None:
