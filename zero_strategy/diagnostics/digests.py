@@ -3,11 +3,11 @@
     digest = sum over pairs of words p[i] of  p[i] * r[i mod 32768] * m(salt, i div 32768)        modulo 2^64
 
 A word is 32 bits of memory (an element of 16 or 8 bits is one word, of 64 bits two). A pair is the word of an even
-place in the whole tensor and that of the odd place after it, the higher one; r is a fixed table of odd numbers, m an odd
-number for each block, and the salt the tensor's name.
+place in the whole tensor and that of the odd place after it, the higher one; r is a fixed table of odd numbers, m an
+odd number for each block, and the salt the tensor's name.
 
-Factors are odd, so a change of one word always changes the digest. Of other changes one in 2^32 does not, or fewer; only
-changes that are confined to odd places, and to the highest k bits there, cancel more easily, one in 2^k. Sums of
+Factors are odd, so a change of one word always changes the digest. Of other changes one in 2^32 does not, or fewer;
+only changes that are confined to odd places, and to the highest k bits there, cancel more easily, one in 2^k. Sums of
 integers have no order: threads, devices and divisions of the elements give the same bits. Memory is read once, and
 nothing is widened or written.
 
