@@ -204,7 +204,7 @@ def test_micro_batches_of_any_number_of_stages_are_slots() -> None:
 
 
 def _streams() -> tuple[bool, bool, bool]:
-    """Whether a layer draws the same for a slot again, other numbers for another, and any after the engine's end."""
+    """A layer's draws: equal for a slot again; for another slot; without a seed after the engine's end."""
     module = PipelineModule([nn.Dropout(0.5), nn.Linear(4, 4)], 1)
     with ZeroEngine(module, {"reproducible": {"slots": 2, "seed": 3}}) as engine:
         drawn = []

@@ -355,7 +355,7 @@ class PipelineEngine(ZeroEngine):
         return torch.stack(everyone).mean().to(loss.dtype)
 
     def _mean_over_slots(self, dtype: torch.dtype) -> Tensor:
-        """The same bits for any number of stages and copies: each loss counts by itself."""
+        """The mean of all losses, each by itself: its bits do not depend on the number of stages and copies."""
         placement = self.pipeline.placement
         last = placement.rank_of(placement.stages - 1)
         mine = torch.zeros(1, dtype=torch.float64)

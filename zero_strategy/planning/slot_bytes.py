@@ -2,7 +2,8 @@
 
 A rank that sums up its own micro-batches before they travel (`gradient_reduction: per_step`) holds them as full
 buffers, one for each node of the tree that its slots so far make up; else it holds slices of the nodes that the slots
-of its row make up. Binary digits of the number of slots so far, where they are side by side from a power of two on:
+of its row make up. These are as many as the number of slots has binary ones, where the first is a multiple of a power
+of two that is large enough:
 
     slots so far      1   2   3   4   5   6   7   8
     nodes             1   1   2   1   2   2   3   1
