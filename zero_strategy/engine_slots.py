@@ -152,7 +152,8 @@ class SlotSteps:
     def _slot_over(self) -> None:
         """The backward of a slot is over; the count says already which one comes next."""
         assert self._count is not None and self._streams is not None
-        self.tell("slot over", self._count.own[self._count.micro - 1])
+        if not self._count.mixed:  # of a pipeline's slots the layers of a stage alone are known
+            self.tell("slot over", self._count.own[self._count.micro - 1])
         self._streams.end()
 
     def step_over(self) -> None:

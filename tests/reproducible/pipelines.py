@@ -88,7 +88,7 @@ class Run:
         if not self.stages:
             return ZeroEngine(module, config, compute_dtype=self.dtype)
         config["pipeline"] = {"schedule": self.schedule, **self.config.get("pipeline", {})}
-        return PipelineEngine(module, {**config, "pipeline": config["pipeline"]}, compute_dtype=self.dtype)
+        return PipelineEngine(module, config, compute_dtype=self.dtype)
 
 
 def optimizer_of(run: Run, module: PipelineModule) -> torch.optim.Optimizer:

@@ -44,32 +44,55 @@ def _one_digest(ranks: Launcher, runs: dict[int, list[Run]]) -> None:
 def test_pipelines_have_the_bits_of_one_plain_engine(ranks: Launcher, optimizer: str) -> None:
     """Over numbers of stages and copies, ZeRO stages, times of reduction, and recomputation."""
 
-    def config(stage: int, order: str, **more: Any) -> dict[str, Any]:
-        return {"stage": stage, "gradient_reduction": order, **more}
+    def run(stages: int, stage: int, order: str, interval: int = 0, **more: Any) -> Run:
+        config = {"stage": stage, "gradient_reduction": order, **more}
+        return Run(stages, config=config, interval=interval, steps=2, optimizer=optimizer)
 
-    runs = {
-        1: [Run(0, optimizer=optimizer), Run(1, optimizer=optimizer), Run(0, interval=2, optimizer=optimizer)],
-        2: [Run(2, config=config(s, o), interval=s, optimizer=optimizer) for s in (0, 1, 3) for o in ORDERS],
-        4: [Run(2, config=config(s, o), optimizer=optimizer) for s in (0, 1, 3) for o in ORDERS],
-    }
-    runs[2] += [Run(n, config=config(3, "per_micro_batch"), optimizer=optimizer) for n in (0, 1)]
-    runs[4] += [Run(4, config=config(s, "per_step"), optimizer=optimizer) for s in (0, 3)]
-    _one_digest(ranks, runs)
+    step, micro = ORDERS
+    _one_digest(
+        ranks,
+        {
+            1: [run(0, 3, step), run(1, 2, micro)],
+            2: [run(2, 0, step), run(2, 1, micro, 1), run(2, 3, micro, 2), run(0, 3, micro), run(1, 1, step)],
+            4: [run(2, 1, step), run(2, 3, micro), run(2, 0, micro, mesh={"replicate": 2}), run(4, 3, step)],
+        },
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_schedules_have_the_bits_of_one_plain_engine(ranks: Launcher, order: str) -> None:
     """Over all schedules, with one slot for each rank (4) or several (12), and recomputation."""
-    config = {"gradient_reduction": order}
+
+    def run(stages: int, name: str, slots: int, interval: int = 0, **config: Any) -> Run:
+        return Run(stages, name, {"gradient_reduction": order, **config}, interval, slots, 2)
+
     for slots in (4, 12):
-        common = {"slots": slots, "steps": 2}
-        runs = {
-            1: [Run(0, **common)],
-            2: [Run(2, name, {"stage": 3, **config}, interval=1, **common) for name in SCHEDULES],
-            4: [Run(2, name, {"stage": 1, **config}, **common) for name in ("zbv", "interleaved_zb")],
-        }
-        runs[4] += [Run(4, name, config, **common) for name in ("1f1b", "interleaved_1f1b", "zbv")]
-        _one_digest(ranks, runs)
+        _one_digest(
+            ranks,
+            {
+                1: [run(0, "", slots)],
+                2: [run(2, name, slots, 1, stage=3) for name in SCHEDULES],
+                4: [
+                    *(run(2, name, slots, stage=1) for name in ("zbv", "interleaved_zb")),
+                    *(run(4, name, slots) for name in ("1f1b", "interleaved_1f1b", "zbv")),
+                ],
+            },
+        )
+
+
+def test_low_precision_tiers_and_chosen_schedules_have_one_digest(ranks: Launcher) -> None:
+    def run(stages: int, name: str, **config: Any) -> Run:
+        return Run(stages, name, config, steps=2, dtype=torch.bfloat16)
+
+    tiers = {"optimizer": "cpu", "parameters": "cpu"}
+    _one_digest(
+        ranks,
+        {
+            1: [run(0, "")],
+            2: [run(2, "zbv", stage=3, offload=tiers), run(2, "1f1b", stage=1, pipeline={"schedule": "auto"})],
+            4: [run(2, "interleaved_1f1b", stage=2, activation_checkpointing={"mode": "full"})],
+        },
+    )
 
 
 def _first_half(run: Run, folder: str) -> Found:
