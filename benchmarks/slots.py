@@ -30,10 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.gpt import build, loss_fn
+from benchmarks.gpt import Block, build, loss_fn
 from zero_strategy import ZeroEngine
 from zero_strategy.checkpoint.preemption import Preempted
 from zero_strategy.comm.local_ranks import run_local_ranks
+from zero_strategy.optim.muon import MuonAdamW, split_matrices
+from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.pipeline.module import PipelineModule
 
 
 class Contender:
@@ -175,22 +178,116 @@ def resizes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------------------------------------------------- grid
+
+LENGTH = 16
+
+
+class Embed(nn.Module):
+    """Tokens and places."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Of shape (rows, length, width)."""
+        found: Tensor = self.tokens(tokens) + self.places.weight
+        return found
+
+
+def layers_of(width: int = 320, blocks: int = 7) -> list[nn.Module]:
+    """Layers of a GPT of 10 million parameters, with dropout."""
+    torch.manual_seed(0)
+    made: list[nn.Module] = [Embed(2048, width)]
+    for _ in range(blocks):
+        block = Block(width, 5)
+        block.mlp.append(nn.Dropout(0.1))
+        made.append(block)
+    return [*made, nn.LayerNorm(width), nn.Linear(width, 2048, bias=False)]
+
+
+def pair_of(step: int, slot: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of a slot."""
+    chance = torch.Generator().manual_seed(1000 * step + slot)
+    tokens = torch.randint(0, 2048, (1, LENGTH + 1), generator=chance)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def grid_run(config: dict[str, Any], steps: int, stages: int) -> str:
+    """Train with Muon for matrices, AdamW for all else, dropout and clipping; the digest."""
+    torch.set_num_threads(1)
+    module = PipelineModule(layers_of(), num_stages=stages, loss_fn=loss_fn)
+    settings = {**config, "reproducible": {"slots": SLOTS, "seed": 7}}
+    made = PipelineEngine(module, settings) if stages > 1 else ZeroEngine(module, settings)
+    with made as engine:
+        split = split_matrices(module)
+        optimizer = MuonAdamW(split, muon={"lr": 0.01}, adamw={"lr": 0.001})
+        engine.attach(optimizer)
+        for step in range(steps):
+            if isinstance(engine, PipelineEngine):
+                engine.forward_backward([pair_of(step, slot) for slot in engine.slots.own])
+            else:
+                for slot in engine.slots.own:
+                    inputs, labels = pair_of(step, slot)
+                    loss_fn(module(inputs), labels).backward()
+            engine.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest_of(engine, optimizer)
+
+
+def cells(folder: str) -> list[tuple[int, int, dict[str, Any]]]:
+    """Ranks, pipeline stages and settings of each run; the first ones have each value of each factor."""
+    memory: dict[str, Any] = {}
+    host = {"offload": {"optimizer": "cpu"}}
+    files = {"offload": {"optimizer": "nvme", "nvme_path": [folder], "probe_seconds": 0.0}}
+    first: list[tuple[int, int, dict[str, Any]]] = [
+        (1, 1, {"stage": 3}), (2, 1, {"stage": 0}), (3, 1, {"stage": 1, **host}), (4, 1, {"stage": 2, **files}),
+        (2, 2, {"stage": 1}), (4, 2, {"stage": 3}), (2, 1, {"stage": 3, **files}), (3, 1, {"stage": 3}),
+        (4, 1, {"stage": 3, **host}), (4, 2, {"stage": 2, **host}),
+    ]  # fmt: skip
+    rest = [
+        (ranks, stages, {"stage": stage, **tier})
+        for stages in (1, 2)
+        for ranks in ((1, 2, 3, 4) if stages == 1 else (2, 4))
+        for stage in range(4)
+        for tier in ((memory, host, files) if stage else (memory,))
+    ]
+    return first + [cell for cell in rest if cell not in first]
+
+
+def grid(options: argparse.Namespace) -> dict[str, Any]:
+    """The digest of every run."""
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks, stages, config in cells(folder)[: options.count]:
+            call = (config, options.steps, stages)
+            digest = run_local_ranks("benchmarks.slots:grid_run", call, ranks, timeout=3600.0)[0]
+            tier = config.get("offload", {}).get("optimizer", "memory")
+            name = f"ranks {ranks}, stage {config['stage']}, {tier}, pipeline {stages}"
+            found.setdefault(digest, []).append(name)
+            print(f"{digest[:16]} {name}", flush=True)
+    return {"digests": len(found), "runs": sum(map(len, found.values())), "steps": options.steps}
+
+
 def main() -> None:
     """Print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "resizes"))
+    parser.add_argument("what", choices=("cost", "resizes", "grid"))
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3])
     parser.add_argument("--model", default="transformer-small")
     parser.add_argument("--rows", type=int, default=2, help="sequences of 128 tokens in a micro-batch")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--count", type=int, default=100, help="of resizes")
+    parser.add_argument("--count", type=int, default=100, help="of resizes, or of the grid's runs")
+    parser.add_argument("--steps", type=int, default=50, help="of the grid's runs")
     parser.add_argument("--seed", type=int, default=0, help="of resizes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if options.what == "resizes":
-        print(json.dumps(resizes(options), indent=2))
+    if options.what != "cost":
+        print(json.dumps((resizes if options.what == "resizes" else grid)(options), indent=2))
         return
     dist.init_process_group("gloo")
     found = cost(options)
