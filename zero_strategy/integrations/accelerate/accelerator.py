@@ -105,7 +105,7 @@ class ZeroAccelerator(Accelerator):
     Attributes:
         zero_config: The settings.
         scaler: With mixed_precision="fp16", of all models together; else None.
-        slots: What it does about `reproducible.slots`.
+        slot_training: Everything that it does about `reproducible.slots`.
         doing: The call of a Trainer that trains with it now; "": none.
         loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
 
@@ -115,7 +115,7 @@ class ZeroAccelerator(Accelerator):
     """
 
     zero_config: ZeroConfig
-    slots: SlotTraining
+    slot_training: SlotTraining
     scaler: AgreedGradScaler | None
     autocast_handler: AutocastKwargs | None
     loss_weight: float = 1.0
@@ -171,9 +171,9 @@ class ZeroAccelerator(Accelerator):
         self._converted: WeakSet[nn.Module] = WeakSet()
         self._divided: dict[int, list[SequenceModel]] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
-        self.slots = SlotTraining(self, self.zero_config)
+        self.slot_training = SlotTraining(self, self.zero_config)
         if facts is None:  # else a Trainer accumulates by itself
-            self.slots.take_accumulation()
+            self.slot_training.take_accumulation()
         steps, precision = self.gradient_accumulation_steps, self.mixed_precision
         self._facts = {
             "gradient_accumulation_steps": Fact(steps, f"ZeroAccelerator(gradient_accumulation_steps={steps})"),
@@ -210,7 +210,7 @@ class ZeroAccelerator(Accelerator):
         models = [index for index, item in enumerate(objects) if isinstance(item, nn.Module)]
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
-        self.slots.choose(objects)
+        self.slot_training.choose(objects)
         prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
         steps = self.gradient_accumulation_steps
         facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, self._shares[0], steps)
@@ -269,7 +269,7 @@ class ZeroAccelerator(Accelerator):
             plugin.backend = backend
         assert id(prepared) == id(model)  # with no wrapper wanted, Accelerate changes it in place
         if isinstance(model, PipelineModule):
-            self.slots.take_pipeline()
+            self.slot_training.take_pipeline()
             engine: ZeroEngine = pipeline_engine(model, self.zero_config, self.num_processes, self.device, self)
         else:
             # Before the engine, which shards what each rank has of divided layers.
@@ -332,9 +332,9 @@ class ZeroAccelerator(Accelerator):
         """See Accelerate's: a step of it is one per process, which is told once."""
         every = self.step_scheduler_with_optimizer and not self.split_batches
         copies, _ = self._shares
-        slotted = every and bool(self.slots.slots)
+        slotted = every and bool(self.slot_training.slots)
         if slotted:
-            self.slots.tell_schedule(scheduler)
+            self.slot_training.tell_schedule(scheduler)
         elif every and copies > 1 and not self._told_factor and self.is_local_main_process:
             self._told_factor = True
             warnings.warn(
@@ -366,9 +366,9 @@ class ZeroAccelerator(Accelerator):
             ValueError: If one process would read for all ranks, or samples of slots cannot be had from it.
         """
         shares = self._shares
-        if self.slots.trains(data_loader, slots):
+        if self.slot_training.trains(data_loader, slots):
             micro_batches = 1 if (pipeline := self._pipeline) is None else self.engine(pipeline).slots.count
-            data_loader, shares = self.slots.divided(data_loader, shares, micro_batches), (1, 0)
+            data_loader, shares = self.slot_training.divided(data_loader, shares, micro_batches), (1, 0)
         if shares[0] == self.num_processes:
             return super().prepare_data_loader(data_loader, *arguments, **keywords)
         check_dispatch(self.dispatch_batches)
@@ -421,7 +421,7 @@ class ZeroAccelerator(Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """See Accelerate's: of ranks that had the same samples, one counts."""
-        self.slots.check_metrics(self._models)
+        self.slot_training.check_metrics(self._models)
         if self._alike == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         objects = use_gather_object or _has_objects(input_data)
@@ -525,7 +525,7 @@ class ZeroAccelerator(Accelerator):
                 engine.check_loss(loss, self.loss_weight)
             for runner in waiting:
                 runner.begin_backward()
-            if self.slots.slots:
+            if self.slot_training.slots:
                 slot_backward(self, loss, keywords)
             else:
                 super().backward(loss, **keywords)
@@ -545,7 +545,7 @@ class ZeroAccelerator(Accelerator):
             # A pipeline begins its micro-batches by itself.
             found = [self.engines.get(id(model)) for model in models if not isinstance(model, PipelineModule)]
             engines = [engine for engine in found if engine is not None]
-            self.slots.begin(engines, position=(self.step - 1) % self.gradient_accumulation_steps)
+            self.slot_training.begin(engines, position=(self.step - 1) % self.gradient_accumulation_steps)
             yield
 
     @contextmanager
@@ -632,7 +632,7 @@ class ZeroAccelerator(Accelerator):
             RuntimeError: If ranks with a batch left do different things.
         """
         why = "a step has all of its slots, which the sampler of a prepared loader fills; leave the context out"
-        self.slots.refuse("join_uneven_inputs", why)
+        self.slot_training.refuse("join_uneven_inputs", why)
         even = self.even_batches if even_batches is None else even_batches
         with batches_as_they_are(self._dataloaders, even_batches if self.num_processes > 1 else None):
             if even or self.num_processes == 1:
@@ -664,7 +664,7 @@ class ZeroAccelerator(Accelerator):
         self._prepared.measure(NormSettings(every_n_steps, gradients, updates))
 
     def _before_step(self, prepared: ZeroOptimizer) -> None:
-        self.slots.check_complete(prepared.engine)
+        self.slot_training.check_complete(prepared.engine)
         self._prepared.before_step(prepared.optimizer, partial(self.unscale_gradients, prepared))
 
     def _after_step(self, prepared: ZeroOptimizer) -> None:
@@ -723,7 +723,7 @@ class ZeroAccelerator(Accelerator):
             ValueError: If a step would begin in the middle.
         """
         skipping = super().skip_first_batches(dataloader, num_batches)
-        self.slots.skipped(dataloader, num_batches)
+        self.slot_training.skipped(dataloader, num_batches)
         return skipping
 
     def wait_for_saves(self) -> None:

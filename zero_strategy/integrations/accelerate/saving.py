@@ -78,7 +78,7 @@ def save_prepared(accelerator: Any, engines: Sequence[ZeroEngine], output_dir: s
                     "step": accelerator.step,
                     "models": len(engines),
                     "save": token,
-                    "slots": accelerator.slots.state(),
+                    "slots": accelerator.slot_training.state(),
                 }
             },
             extra_files=shared if engine is engines[0] else {},
@@ -133,7 +133,7 @@ def load_prepared(
         reader = engine.load(place, **options)
         if engine is engines[0] and ours:
             _restore(accelerator, reader, load_kwargs)
-            accelerator.step = accelerator.slots.load(ours.get("slots", {}), ours["step"])
+            accelerator.step = accelerator.slot_training.load(ours.get("slots", {}), ours["step"])
             engine.load_random_state(reader)  # once more: restoring may have drawn
         elif engine is engines[0]:
             _restore_plain(accelerator, directory, load_kwargs)

@@ -87,13 +87,13 @@ class SlotSteps:
 
     @property
     def _slots(self) -> int:
-        return int(self.accelerator.slots.slots)
+        return int(self.accelerator.slot_training.slots)
 
     # ---- data ----
 
     def get_train_dataloader(self) -> Any:
         """See the Trainer's: with slots each rank gets the samples of its own, in the same order on any ranks."""
-        with self.accelerator.slots.all_train():
+        with self.accelerator.slot_training.all_train():
             return super().get_train_dataloader()  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -110,7 +110,7 @@ class SlotSteps:
                     f"ranks a step of reproducible.slots {self._slots} is {engine.slots.count} micro-batches of each: "
                     f"leave it at {engine.slots.count}"
                 )
-            self.accelerator.slots.begin([engine])
+            self.accelerator.slot_training.begin([engine])
 
     # ---- losses ----
 

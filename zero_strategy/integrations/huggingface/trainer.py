@@ -169,8 +169,8 @@ class ZeroTrainerMixin(SlotSteps):
             if asked is not None:
                 self.args.parallelism_config = asked
         self.accelerator = ZeroAccelerator.adopt(self.accelerator, self._zero_config, self._fitted, asked)
-        if self.accelerator.slots.seed is None:
-            self.accelerator.slots.seed = self.args.seed
+        if self.accelerator.slot_training.seed is None:
+            self.accelerator.slot_training.seed = self.args.seed
         _check_schedule(self.accelerator.zero_config)
         # The Trainer has taken it from the Accelerator that is replaced.
         self.gather_function = functools.partial(
