@@ -133,6 +133,13 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "diagnostics.peak_tflops": ("peak of the device for MFU, in TFLOP/s; 0: from a table", "312"),
     "diagnostics.measure_peak": ("measure the peak if the table does not know the device", "true"),
     "diagnostics.log": ("send recorded figures to the framework's loggers", "false"),
+    "diagnostics.journal": ("with slots: write down the bits of each step, for `zero-strategy replay`", "false"),
+    "diagnostics.journal_weights_every_n_steps": (
+        "one step in so many has digests of the weights in the journal; 0: none",
+        "10",
+    ),
+    "diagnostics.journal_elements": ("elements of each unit's output that the journal looks at; 0: all", "0"),
+    "diagnostics.journal_factory": ("factory that makes the same training again, for a replay", "train.py:factory"),
     "reproducible.slots": (
         "micro-batches of a step, over all ranks, whose bits do not depend on the ranks; 0: off",
         "8",

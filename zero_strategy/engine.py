@@ -508,7 +508,7 @@ class ZeroEngine:
         if max_norm < 0:
             raise ValueError(f"max_norm must not be negative, not {max_norm}")
         self.model.moved.check("a norm of gradients", GRADIENTS)
-        self.slots.tell("clip", ("norm", float(max_norm), parameters is not None or optimizer is not None))
+        self.slots.tell("clip", ("norm", float(max_norm), self._is_part(optimizer, parameters)))
         with self.observed.span("clip"):
             norm = self._clipping.clip(
                 max_norm,
@@ -530,7 +530,7 @@ class ZeroEngine:
         if clip_value < 0:
             raise ValueError(f"clip_value must not be negative, not {clip_value}")
         self.model.moved.check("clip_grad_value_()")
-        self.slots.tell("clip", ("value", float(clip_value), parameters is not None or optimizer is not None))
+        self.slots.tell("clip", ("value", float(clip_value), self._is_part(optimizer, parameters)))
         self._clipping.clamp(clip_value, *self._chosen(optimizer, parameters))
 
     def grad_norm(
@@ -557,6 +557,10 @@ class ZeroEngine:
         self.model.moved.check("scale_gradients()", GRADIENTS)
         self.model.reducer.settle()
         self._clipping.scale(factor, *self._chosen(None, parameters))
+
+    def _is_part(self, optimizer: Optimizer | None, parameters: Iterable[nn.Parameter] | None) -> bool:
+        """True if not the gradients of all attached optimizers are meant."""
+        return parameters is not None or (optimizer is not None and len(self.optimizers) > 1)
 
     def _chosen(
         self, optimizer: Optimizer | None, parameters: Iterable[nn.Parameter] | None

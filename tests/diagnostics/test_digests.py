@@ -66,7 +66,8 @@ def test_a_change_of_one_bit_or_of_places_changes_a_digest() -> None:
 
 def test_a_digest_of_anything_knows_shapes_keys_and_order() -> None:
     digester, x = Digester(torch.device("cpu")), torch.arange(6)
-    given = [x, x.view(2, 3), [x, 1], [1, x], {"a": x}, {"b": x}, (x, None), "x", x.float(), torch.nn.ReLU()]
+    given = [x, x.view(2, 3), [x, 1.5], [1.5, x], {"a": x}, {"b": x}, "x", x.float(), torch.nn.ReLU()]
     found = [int(digester.of_any(value, 0)) for value in given]
     assert len(set(found)) == len(found)
     assert found == [int(digester.of_any(value, 0)) for value in given]
+    assert found[0] == int(digester.of_any(((x, 3), {}), 0))  # batches are counted by rank

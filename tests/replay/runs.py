@@ -54,7 +54,6 @@ class Run:
         resume: Begin with that checkpoint.
         settings: Further ones of diagnostics.
         scheduled: The learning rate falls from step to step.
-        clips: Gradients are clipped.
     """
 
     directory: Path
@@ -66,7 +65,6 @@ class Run:
     resume: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     scheduled: bool = False
-    clips: bool = True
 
 
 def train_all(runs: list[Run]) -> None:
@@ -101,9 +99,7 @@ def train(run: Run) -> None:
             for _ in range(engine.slots.count):
                 with engine.micro_batch() as slot, plant.in_slot(step, slot) as tokens:
                     model(tokens).backward()
-            bound = plant.before_step(step, optimizer)
-            if run.clips:
-                engine.clip_grad_norm_(bound)
+            engine.clip_grad_norm_(plant.before_step(step, optimizer))
             optimizer.step()
             optimizer.zero_grad()
             if schedule is not None:

@@ -31,7 +31,7 @@ def test_journals_of_any_ranks_and_stages_are_equal(ranks: Launcher, tmp_path: P
     for world in (1, 2, 3, 4):
         configs = {"0": {"stage": 0}, "1": {"stage": 1}, "3": {"stage": 3}} | ({"r": HSDP} if world == 4 else {})
         runs = [
-            Run(tmp_path / f"{world}-{name}", config=config, slots=12, steps=2, settings=every, clips=False)
+            Run(tmp_path / f"{world}-{name}", config=config, slots=12, steps=2, settings=every)
             for name, config in configs.items()
         ]
         ranks(world)(train_all, runs)

@@ -79,7 +79,10 @@ def words_per_element(dtype: torch.dtype) -> int:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Tensors, numbers and texts in lists, tuples and mappings, in order; of other objects the name of their class."""
+    """Tensors, texts and floating-point numbers in lists, tuples and mappings, in order; keys are texts.
+
+    Integers are left out, for they may count a rank's batches, and of other objects there is the name of their class.
+    """
     if isinstance(value, Mapping):
         for key in value:
             yield str(key)
@@ -87,9 +90,9 @@ def leaves(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from leaves(each)
-    elif isinstance(value, (Tensor, str, bytes, int, float)) or value is None:
+    elif isinstance(value, (Tensor, str, bytes, float)):
         yield value
-    else:
+    elif not isinstance(value, int) and value is not None:
         yield type(value).__name__
 
 
@@ -167,7 +170,7 @@ class Digester:
         return (rows.to(torch.int64) * self._table[: rows.shape[1]]).sum(1)
 
     def of_any(self, value: Any, salt: int) -> Tensor:
-        """The digest of tensors, numbers and texts in any containers; 0-d int64, on the device."""
+        """The digest of the `leaves` of a value; 0-d int64, on the device."""
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for number, leaf in enumerate(leaves(value)):
             own = salt_of(salt, number)

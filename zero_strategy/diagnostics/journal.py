@@ -118,7 +118,7 @@ class _Slot:
 
 @dataclass
 class _Seen:
-    """What has been seen since the last slot was over."""
+    """Inputs, losses and samples since the last slot was over."""
 
     inputs: list[Tensor] = field(default_factory=list)
     batches: list[Tensor] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Seen:
 
 @dataclass
 class _Step:
-    """What is known of the step at hand."""
+    """Record of the step at hand, as far as it is known."""
 
     number: int = 0
     taken: int = 0
@@ -336,7 +336,7 @@ class StepJournal:
         self._at.norm = stats.norm.value
 
     def begin_session(self, places: Sequence[Place]) -> None:
-        """From the next step on make records for these, under a header of their own."""
+        """Make records for these from the next step on, under a header of their own."""
         self.places, self._headed = list(places), False
 
     def _mark(self, mark: Mark, value: Any) -> None:

@@ -145,7 +145,7 @@ class StepEntry:
 
     @classmethod
     def unpack(cls, payload: bytes) -> StepEntry:
-        """Of a record S.
+        """The step of a record S.
 
         Raises:
             struct.error, IndexError: If it is none.
@@ -162,7 +162,7 @@ class StepEntry:
 
 @dataclass
 class Session:
-    """What one rank wrote of a session of a run: from a start, or a resume, to its end.
+    """Records of one rank of a session of a run: from a start, or a resume, to its end.
 
     Attributes:
         header: See `journal.header_of`.

@@ -179,7 +179,7 @@ class StepRecorder:
 
     @property
     def directory(self) -> Path:
-        """Where it writes, which is below the named directory if another engine writes there."""
+        """The place where it writes, which is below the named directory if another engine writes there."""
         return self._writer.directory
 
     def close(self) -> None:

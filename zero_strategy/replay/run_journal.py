@@ -50,7 +50,7 @@ class StepView:
 
 @dataclass
 class RunSession:
-    """What all ranks wrote from a start, or a resume, to its end.
+    """Records of all ranks from a start, or a resume, to its end.
 
     Attributes:
         name: Of the run, for errors.
@@ -62,7 +62,7 @@ class RunSession:
 
     @property
     def header(self) -> Mapping[str, Any]:
-        """Of the first rank."""
+        """The header of the first rank."""
         return self.ranks[min(self.ranks)].header
 
     @cached_property

@@ -289,7 +289,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 @contextmanager
 def _as_recorded(header: Mapping[str, Any], device: torch.device | None) -> Iterator[None]:
-    """As many threads as a rank had, and deterministic algorithms on a GPU."""
+    """Set as many threads as a rank had, and deterministic algorithms on a GPU."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(int(header["threads"]))
     if device is not None and device.type == "cuda":
