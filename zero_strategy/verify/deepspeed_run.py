@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zero_strategy.comm.process_group import world_rank
+from zero_strategy.comm.process_group import world_rank, world_size
 from zero_strategy.verify.ready_runs import WithLoss
 from zero_strategy.verify.subject import Subject, VerifySettings
-
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-"""Keys of optimizers' states that are asked for."""
 
 
 class DeepSpeedRun:
@@ -43,9 +40,10 @@ class DeepSpeedRun:
         import deepspeed
 
         self.deepspeed, self.model = deepspeed, subject.model.to(settings.device)
+        self.optimizer = subject.optimizer(self.model)
         self.engine, *_ = deepspeed.initialize(
             model=WithLoss(self.model, subject.loss),
-            optimizer=subject.optimizer(self.model),
+            optimizer=self.optimizer,
             config=self.config,
             dist_init_required=False,
         )
@@ -72,7 +70,7 @@ class DeepSpeedRun:
         for name, parameter in self.model.named_parameters():
             with self.deepspeed.zero.GatheredParameters([parameter]):
                 own = parameter.detach().clone()
-            master = self._asked(self.deepspeed.utils.safe_get_full_fp32_param, parameter)
+            master = self.deepspeed.utils.safe_get_full_fp32_param(parameter)
             found[name] = own if master is None else master.reshape(own.shape)
         return found
 
@@ -80,7 +78,7 @@ class DeepSpeedRun:
         """Gradients that the engine shows."""
         found = {}
         for name, parameter in self.model.named_parameters():
-            gradient = self._asked(self.deepspeed.utils.safe_get_full_grad, parameter)
+            gradient = self.deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
             if gradient is not None:
                 found[name] = gradient
         return found
@@ -91,20 +89,20 @@ class DeepSpeedRun:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Moments that the engine shows."""
+        keys, show = self._keys(), self.deepspeed.utils.safe_get_full_optimizer_state
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.model.named_parameters():
-            for key in STATES:
-                value = self._asked(self.deepspeed.utils.safe_get_full_optimizer_state, parameter, key)
-                if value is not None:
-                    found.setdefault(name, {})[key] = value
+            values = {key: show(parameter, key) for key in keys} if parameter.requires_grad else {}
+            found[name] = {key: value for key, value in values.items() if value is not None}
         return found
 
-    @staticmethod
-    def _asked(question: Callable[..., Tensor | None], *arguments: Any) -> Tensor | None:
-        """An answer of DeepSpeed's, None where it has none: on all ranks alike, by stage and optimizer."""
-        with suppress(KeyError, ValueError, AttributeError):
-            return question(*arguments)
-        return None
+    def _keys(self) -> list[str]:
+        """Keys of moments on any rank: all have to ask for the same, and a key that is nowhere is an error on some."""
+        states = self.optimizer.state.values()
+        own = {key for state in states for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+        every: list[set[str]] = [set() for _ in range(world_size())]
+        dist.all_gather_object(every, own)
+        return sorted(set().union(*every))
 
 
 def config_of(settings: VerifySettings, stage: int, given: Mapping[str, Any]) -> dict[str, Any]:
