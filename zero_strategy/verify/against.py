@@ -25,9 +25,9 @@ from zero_strategy.verify.distributed_run import MakeRun, RunOfRank
 from zero_strategy.verify.disturbance import DisturbedRuns
 from zero_strategy.verify.hints import Hints, Sizes, hint_at_start, wrong_on_the_way_back
 from zero_strategy.verify.rank_comparison import RankComparison, Wrong
-from zero_strategy.verify.ready_runs import READY, make_ready
 from zero_strategy.verify.reference_run import StepRecord, Tensors
 from zero_strategy.verify.session import check_anew, place_to_train
+from zero_strategy.verify.sides import READY, make_ready
 from zero_strategy.verify.subject import (
     DEFAULT_TOLERANCE,
     Factory,
