@@ -664,7 +664,8 @@ class ZeroAccelerator(Accelerator):
         self._prepared.measure(NormSettings(every_n_steps, gradients, updates))
 
     def _before_step(self, prepared: ZeroOptimizer) -> None:
-        self.slot_training.check_complete(prepared.engine)
+        if self.slot_training.slots:
+            self.slot_training.check_complete(prepared.engine)
         self._prepared.before_step(prepared.optimizer, partial(self.unscale_gradients, prepared))
 
     def _after_step(self, prepared: ZeroOptimizer) -> None:

@@ -234,7 +234,7 @@ class SlotTraining:
             RuntimeError: Naming the numbers, and `accumulate`.
         """
         slots = engine.slots
-        if self.slots and not slots.complete and (done := slots.own.index(slots.slot)):
+        if not slots.complete and (done := slots.own.index(slots.slot)):
             raise RuntimeError(
                 f"optimizer.step() after {done} of {slots.count} micro-batches: reproducible.slots is {self.slots}, so "
                 f"that a step on these ranks is {slots.count} backwards of each. Put the loop's body in `with "
