@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fsdp.test_memory_peaks import bytes_of
 from tests.launcher import Launcher
 from tests.reproducible.training import Language, build, tokens_of
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.fsdp.grad_bucket import GradientBucket
-from zero_strategy.planning.slot_bytes import Sums, moments, places_of, sums_after
+from zero_strategy.fsdp.reduce import GradientReducer
+from zero_strategy.planning.slot_bytes import Sums, counts_of_results, moments, places_of, sums_after
 
 
 def _bytes(engine: ZeroEngine, sums: Sums) -> int:
@@ -24,6 +25,12 @@ def _held(engine: ZeroEngine) -> int:
     return engine.ledger().only(category="gradient buckets").total.taken
 
 
+def _copied(engine: ZeroEngine) -> int:
+    """Several results of an exchange, of one bucket at a time."""
+    results = max(counts_of_results(places_of(engine.config.config), engine.mesh.rank))
+    return 0 if results == 1 else 4 * results * max(bucket.layout.slice_numel for bucket in engine.model.buckets)
+
+
 def _step(settings: dict[str, Any]) -> dict[str, Any]:
     """Bytes of sums between micro-batches, and the most at the ends of backwards, with what is foreseen.
 
@@ -31,16 +38,20 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
     """
     config = load_config(settings)
     model, most = build(Language), 0
-    end_slot, wait_for_slots = GradientBucket.end_slot, GradientBucket.wait_for_slots
+    agree, end_slot = GradientReducer._agree, GradientReducer._end_slot
 
-    def watched(original: Any) -> Any:
-        def call(bucket: Any) -> None:
-            nonlocal most
-            if not (places.per_step and engine.slots.slot == engine.slots.own[-1]):
-                most = max(most, _held(engine))
-            original(bucket)
+    def watched_agree(reducer: Any, *, compares: bool) -> Any:
+        nonlocal most
+        if not places.per_step:  # buffers of slots are on their way, and no sums
+            on_their_way = sum(bytes_of(each) for bucket in reducer.buckets for each in bucket.own.held())
+            most = max(most, _held(engine) - on_their_way)
+        return agree(reducer, compares=compares)
 
-        return call
+    def watched_end(reducer: Any, slots: Any) -> None:
+        nonlocal most
+        if places.per_step and not slots.is_last:
+            most = max(most, _held(engine))
+        end_slot(reducer, slots)
 
     with ZeroEngine(model, config) as engine:
         optimizer = torch.optim.AdamW(model.parameters())
@@ -50,8 +61,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
         )
         ledger, places = plan.ledger(engine.mesh.rank), places_of(engine.config.config)
         between, foreseen = [], []
-        GradientBucket.end_slot = watched(end_slot)  # type: ignore[method-assign]
-        GradientBucket.wait_for_slots = watched(wait_for_slots)  # type: ignore[method-assign]
+        GradientReducer._agree, GradientReducer._end_slot = watched_agree, watched_end  # type: ignore[method-assign]
         try:
             for micro in range(engine.slots.count):
                 with engine.micro_batch() as slot:
@@ -61,7 +71,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
                 between.append(_held(engine))
                 foreseen.append(_bytes(engine, sums_after(places, engine.mesh.rank, micro + 1)))
         finally:
-            GradientBucket.end_slot, GradientBucket.wait_for_slots = end_slot, wait_for_slots  # type: ignore[method-assign]
+            GradientReducer._agree, GradientReducer._end_slot = agree, end_slot  # type: ignore[method-assign]
         optimizer.step()
         held, planned = engine.ledger().held().sums("category"), ledger.held().sums("category")
     return {
@@ -69,6 +79,7 @@ def _step(settings: dict[str, Any]) -> dict[str, Any]:
         "foreseen": [*foreseen[:-1], 0],
         "most": most,
         "planned": sum(e.taken for e in ledger if e.peak and e.owner.unit == "sums over slots"),
+        "copied": _copied(engine),
         "differ": {key for key in held.keys() | planned.keys() if held.get(key) != planned.get(key)},
     }
 
@@ -79,7 +90,9 @@ def test_sums_over_slots_take_what_is_foreseen(ranks: Launcher, world: int) -> N
         settings = {"stage": stage, "gradient_reduction": order, "reproducible": 12, "units": {"min_numel": 0}}
         for found in ranks(world)(_step, settings):
             assert found["between"] == found["foreseen"], (settings, found)
-            assert found["most"] == found["planned"], (settings, found)
+            foreseen = found["planned"] - found["copied"]
+            # At stage 3 the root's buckets leave when ranks have agreed.
+            assert foreseen * (0.95 if stage == 3 else 1) <= found["most"] <= foreseen, (settings, found)
             assert found["differ"] == set(), (settings, found)
 
 

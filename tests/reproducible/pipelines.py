@@ -21,14 +21,14 @@ from zero_strategy.pipeline.module import PipelineModule
 
 
 class Sometimes(nn.Module):
-    """A layer that some micro-batches leave out, and whose noise is Python's."""
+    """A layer that some micro-batches leave out, with noise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * (1.0 + 0.1 * random.random())
+        x = x * (1.0 + 0.1 * torch.rand(()))
         return x + self.linear(x) if float(x.detach()[0, 0, 0]) > 0 else x
 
 
@@ -39,8 +39,9 @@ def layers(blocks: int = 5) -> list[Any]:
 
 
 def noisy_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Draws random numbers, too."""
-    return F.cross_entropy(F.dropout(outputs, 0.1).flatten(0, 1), labels.flatten())
+    """Draws random numbers, too, torch's and Python's."""
+    noisy = F.dropout(outputs, 0.1) * (1.0 + 0.1 * random.random())
+    return F.cross_entropy(noisy.flatten(0, 1), labels.flatten())
 
 
 def pair_of(step: int, slot: int) -> tuple[Tensor, Tensor]:

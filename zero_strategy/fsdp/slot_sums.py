@@ -102,7 +102,8 @@ class SlotSums:
             if known is not None:
                 known.add_(row)  # of other parameters
             else:
-                self._arrived[node] = row
+                # Of several a copy: a node that stays would keep the memory of those that have become parts of sums.
+                self._arrived[node] = row if len(order.results) == 1 else row.clone()
 
     def end_backward(self) -> None:
         """A backward is over, on all ranks."""

@@ -41,6 +41,10 @@ def sums_over_slots(units: Units, config: ZeroConfig, rank: int, device_type: st
         own = sum(piece.numel for piece in bucket.layout.pieces(*bucket.slice_of(rank)))
         asked += (most.full * bucket.elements + most.slices * own) * bucket.gradient_dtype.itemsize
         taken += most.full * allocated(all_of_it, device_type) + most.slices * allocated(a_slice, device_type)
+    # Several results of an exchange are copied out of one buffer, bucket by bucket.
+    results = max(counts_of_results(places_of(config), rank))
+    twice = 0 if results == 1 else results * max(slices, default=0)
+    asked, taken = asked + twice, taken + allocated(twice, device_type)
     yield Entry("gradient buckets", "device", Owner("sums over slots"), asked, taken, peak=True)
 
 
@@ -81,10 +85,9 @@ def moments(config: ZeroConfig, rank: int) -> Iterator[Sums]:
     The buffers of the last backward of `per_step` are on their way, and not here.
     """
     places = places_of(config)
-    replica, _ = divmod(rank, places.shards)
     if places.count == 1 and places.replicas == 1 and config.pipeline.chunks == 1:
         return  # one exchange gives the mean
-    arriving = [sum(len(order.results) for order in places.exchanges(replica, m)) for m in range(places.count)]
+    arriving = counts_of_results(places, rank)
     if not places.per_step:
         for micro, slices in enumerate(arriving):
             yield Sums(0, sums_after(places, rank, micro).slices + slices)
@@ -92,4 +95,11 @@ def moments(config: ZeroConfig, rank: int) -> Iterator[Sums]:
     # The layers of a rank's first chunk have all of its slots before the last backward of the step.
     for micro in range(places.count - (config.pipeline.chunks == 1)):
         yield Sums(sums_after(places, rank, micro).full + 1, 0)
-    yield Sums(0, arriving[-1])
+    yield Sums(0, sum(arriving))
+
+
+def counts_of_results(places: SlotPlaces, rank: int) -> list[int]:
+    """Results of each exchange of a data-parallel rank's row in a step."""
+    replica, _ = divmod(rank, places.shards)
+    micro_batches = range(1 if places.per_step else places.count)  # the last is as the first
+    return [len(order.results) for micro in micro_batches for order in places.exchanges(replica, micro)]
