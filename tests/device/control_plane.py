@@ -261,7 +261,7 @@ class DeviceAlike(HostCollectives):
 
         return Job(run)
 
-    def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None, factor: float) -> Job:
+    def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None, factor: float, order: Any = None) -> Job:
         """See `Collectives`."""
 
         def run() -> None:

@@ -375,7 +375,7 @@ class RecordedCollectives(Collectives):
 
         return Job(run)
 
-    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float) -> Job:
+    def reduce_scatter(self, flat: Tensor, into: Tensor | None, factor: float, order: Any = None) -> Job:
         """See `Collectives`."""
         own = flat.chunk(self.size)[self.rank]
         total = own if into is None else into

@@ -109,6 +109,7 @@ class ZeroSettings(TypedDict, total=False):
         checkpoint: How checkpoints are written.
         watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
         diagnostics: What is written down of a run.
+        reproducible: Micro-batches of a step, over all ranks, so that bits do not depend on the ranks: 8, or more.
         elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
         matrix_optimizers: Class names of optimizers that need whole matrices, such as Shampoo.
         matrix_parameters: Patterns of the names of matrices that share buckets with each other alone; default: none,

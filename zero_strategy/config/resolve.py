@@ -207,6 +207,8 @@ def _check_slots(config: ZeroConfig, world_size: int) -> None:
     """Raise if a step of so many slots cannot be computed by these ranks, or not with the same bits."""
     slots, origin = config.reproducible.slots, config.origin_of("reproducible.slots")
     if not slots:
+        if config.reproducible.seed is None:  # else rank 0's, which is not known here
+            config.reproducible.record("seed", 0, "derived: reproducible.slots is 0")
         return
     ranks = config.mesh.replicate * (config.mesh.shard or 1)
     if slots % ranks:
