@@ -142,6 +142,7 @@ def test_what_is_set_is_not_derived():
         offload=offload,
         pipeline=pipeline,
         activation_checkpointing={"budget": 0.5},
+        reproducible={"seed": 3},
     )
     resolved = resolve(config, 8)
     assert resolved.config == config
