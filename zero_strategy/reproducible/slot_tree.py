@@ -110,7 +110,8 @@ class SumOrder:
         places = {node: part for node, part in zip(self.nodes, parts, strict=True) if node is not None}
         for node, out in zip(self.results, into, strict=True):
             total = self._sum(node, places, out)
-            torch.add(total, 0.0, out=out) if factor == 1.0 else torch.mul(total, factor, out=out).add_(0.0)
+            # Product and zero in one pass; the sum of a product and zero is rounded as the product.
+            torch.add(out.new_zeros(()), total, alpha=factor, out=out)
 
     def _sum(self, node: Node, places: dict[Node, Tensor], out: Tensor) -> Tensor:
         """A node's sum: a part, or `out`, which may be written to."""
