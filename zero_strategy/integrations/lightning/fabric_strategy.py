@@ -81,15 +81,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class ShardedForward(nn.Module):
-    """Stand-in for a sharded module that Fabric calls: root parameters are whole also in methods other than forward."""
+    """Stand-in for a sharded module that Fabric calls: root parameters are whole also in methods other than forward.
 
-    def __init__(self, module: nn.Module, engine: ZeroEngine) -> None:
+    Args:
+        module: The user's.
+        engine: Of it.
+        loaders: They are asked in a training whether the batch is one of a slot.
+    """
+
+    def __init__(self, module: nn.Module, engine: ZeroEngine, loaders: SlotLoaders) -> None:
         super().__init__()
         self.module = module
         self.engine = engine
+        self._loaders = loaders
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if self.module.training and torch.is_grad_enabled():
+            self._loaders.check_batch()
         with self.engine.forward_scope((args, kwargs)):
             return self.module(*args, **kwargs)
 
@@ -265,7 +274,7 @@ class FabricStrategy(TensorMesh, _Base):
         hold(engine, self)
         if engine not in self._made:
             self._made.append(engine)
-        return ShardedForward(module, engine)
+        return ShardedForward(module, engine, self._loaders)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer update shards.
@@ -326,15 +335,6 @@ class FabricStrategy(TensorMesh, _Base):
         """
         found = super().process_dataloader(dataloader)
         return self._loaders.take(found, self._resolve(), self.global_rank) if self._loaders.slots else found
-
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """See Fabric's.
-
-        Raises:
-            RuntimeError: With `reproducible.slots`, if the batch is none of a slot.
-        """
-        self._loaders.check_backward()
-        super().backward(tensor, module, *args, **kwargs)
 
     # ---- gradients ----
 

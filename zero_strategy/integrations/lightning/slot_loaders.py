@@ -1,7 +1,7 @@
 """Loaders of a Fabric whose steps are slots (`reproducible.slots`).
 
 A loader that shuffles is one of a training: each rank gets the samples of its slots from it. Others are of evaluations,
-and stay as Fabric makes them; a backward with a batch of theirs is refused.
+and stay as Fabric makes them; to train with a batch of theirs is refused.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class SlotLoaders:
         self._watched.append(WatchedLoader(loader, slots=trains))
         return self._watched[-1]
 
-    def check_backward(self) -> None:
-        """Raise if the batch of a backward comes from a loader that gives ranks batches by their number.
+    def check_batch(self) -> None:
+        """Raise if the batch of a forward that trains comes from a loader that gives ranks batches by their number.
 
         Raises:
             RuntimeError: Then; says what to do.
