@@ -142,6 +142,10 @@ class SlotSamples(Dataset[Any]):
             random.setstate(before[1])
             np.random.set_state(before[2])
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Several, each with its own random numbers; the dataset's own way to read many at once has none."""
+        return [self[index] for index in indices]
+
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # while it is unpickled
             raise AttributeError(name)

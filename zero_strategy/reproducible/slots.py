@@ -169,7 +169,7 @@ class SlotCount:
                 f"reproducible.slots is {self.places.slots}: on {ranks} rank(s) a step is {self.places.count} "
                 f"micro-batch(es) each, and this is backward number {self.places.count + 1} since the last step. Call "
                 f"optimizer.step() after {self.places.count}; several backwards of one micro-batch belong inside of "
-                "one `with engine.micro_batch():`"
+                "one `with engine.micro_batch(backwards=n):`"
             )
 
     def end(self) -> None:
