@@ -251,15 +251,16 @@ class StepJournal:
             taken = engine.steps.taken
             self._at = _Step(taken + engine.steps.skipped, taken)
         self._at.seen = _Seen()
+        device = self._digester.device
         # Losses that were told are what backwards began with.
-        losses = [loss.double().reshape(1).view(torch.int64) for loss in seen.told or seen.returned]
+        losses = [loss.to(device).double().reshape(1).view(torch.int64) for loss in seen.told or seen.returned]
         self._at.slots.append(
             _Slot(
                 slot,
                 self._stream(),
-                self._at.later(_sum(seen.inputs)),
-                self._at.later(_sum(seen.batches)) if seen.batches else None,
-                self._at.later(_sum(losses)),
+                self._at.later(_sum(seen.inputs, device)),
+                self._at.later(_sum(seen.batches, device)) if seen.batches else None,
+                self._at.later(_sum(losses, device)),
                 self._rows(seen.samples),
             )
         )
@@ -413,10 +414,10 @@ class StepJournal:
         return tuple(sum(sums[name] for name in line.units) & 0xFFFFFFFF for line in self.lines)
 
 
-def _sum(digests: Sequence[Tensor]) -> Tensor:
-    return (
-        torch.stack([digest.reshape(()) for digest in digests]).sum() if digests else torch.zeros(1, dtype=torch.int64)
-    )
+def _sum(digests: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not digests:
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    return torch.stack([digest.reshape(()) for digest in digests]).sum()
 
 
 def _digest(number: int, *parts: str | int) -> int:
