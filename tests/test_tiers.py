@@ -83,7 +83,7 @@ FEATURES = {
     "guides/reproducible.md": [
         "reproducible/test_slots.py", "reproducible/test_refusals.py", "integrations/lightning/test_slots.py",
     ],
-    "guides/replay.md": ["replay/test_runs.py", "replay/test_faults.py"],
+    "guides/replay.md": ["replay/test_runs.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
     "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],
