@@ -28,8 +28,11 @@ def seed_of(*parts: int | str) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's generators on all devices, Python's `random`, and NumPy's legacy generator."""
-    torch.manual_seed(seed)
+    """Seed torch's generators on all devices in use, Python's `random`, and NumPy's legacy generator."""
+    # `torch.manual_seed` notes a stack of calls for devices that are not in use yet, which takes as long as a layer.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     # NumPy takes 32 bits.
     np.random.seed(seed & 0xFFFFFFFF)
