@@ -72,7 +72,9 @@ def slot_loader(dataloader: Any, engine: ZeroEngine, trainer: Any) -> Any:
         seed=seed,
         drop_last=drop_last,
     )
-    namespace = type(trainer).__module__.partition(".trainer")[0]
+    # A user's class may be a Trainer's.
+    places = (kind.__module__ for kind in type(trainer).__mro__)
+    namespace = next(place for place in places if place.endswith(".trainer.trainer")).partition(".trainer")[0]
     update = import_module(f"{namespace}.utilities.data")._update_dataloader
     return update(dataloader, own)
 
