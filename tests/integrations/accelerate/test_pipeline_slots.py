@@ -57,5 +57,5 @@ def test_accelerates_pipelines_in_slots_have_the_same_bits(ranks: Launcher) -> N
 
 
 def test_rows_that_are_no_slots_of_a_pipeline_are_refused(ranks: Launcher) -> None:
-    with pytest.raises(RankError, match="batch_size 6 is no multiple of the 4 micro-batches of a pipeline, each a slot"):
+    with pytest.raises(RankError, match="batch_size 6 is no multiple of the 4 micro-batches of a pipeline"):
         ranks(2)(_train, 2, 1, 6)
