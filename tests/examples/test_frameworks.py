@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bitsandbytes.functional import has_avx512bf16
 
 from tests.integrations.accelerate.training import fresh_state
 from tests.integrations.accelerate.warm_launch import run_warm_launch
@@ -88,7 +89,8 @@ def quantised(folder: str) -> dict[str, float]:
 def test_qlora_example(ranks: Launcher, tmp_path: Path) -> None:
     found = ranks(2)(quantised, str(tmp_path))
     assert all(each["after"] < each["before"] - 0.5 for each in found)
-    assert found[0]["loaded"] == pytest.approx(found[0]["after"], abs=1e-4), (
+    near = 1e-3 if has_avx512bf16() else 1e-4  # on such CPUs bitsandbytes' own layers evaluate in bf16
+    assert found[0]["loaded"] == pytest.approx(found[0]["after"], abs=near), (
         "the adapter on weights quantised by plain PEFT"
     )
 

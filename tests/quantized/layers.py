@@ -112,6 +112,18 @@ def quantisation(how: str) -> Any:
     return TorchAoConfig(WRAPPED[how]()) if how in WRAPPED else BitsAndBytesConfig(**SETTINGS[how])
 
 
+def exact_evaluation(model: Any) -> Any:
+    """A model whose 4-bit layers evaluate as they train.
+
+    On CPUs with AVX512_BF16 bitsandbytes' own would put the weight in another order and compute in bf16, which also
+    fails for a layer that is narrower than a block of a scale.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
 def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
     """A quantised model from files with an adapter, by transformers' own `from_pretrained` or by this package's.
 
@@ -124,6 +136,7 @@ def quantised(kind: str, path: str, how: str, *, ours: bool) -> Any:
     options: dict[str, Any] = {"quantization_config": quantisation(how)} if how else {}
     read = from_pretrained if ours else (lambda cls, *rest, **more: cls.from_pretrained(*rest, **more))
     base = read(AutoModelForCausalLM, path, dtype=torch.float32, **options)
+    base = base if ours else exact_evaluation(base)
     # As PEFT's own preparation does: 16-bit parameters aside, nothing is cast.
     for parameter in base.parameters():
         parameter.requires_grad_(False)

@@ -22,7 +22,7 @@ from tests.integrations.huggingface.test_pretrained import Live, saved
 from tests.integrations.huggingface.training import difference, history, resume, rows, run, trainer_of
 from tests.integrations.lightning import trainers
 from tests.launcher import Launcher
-from tests.quantized.layers import KINDS, SETTINGS, quantisation, quantised, same_bits
+from tests.quantized.layers import KINDS, SETTINGS, exact_evaluation, quantisation, quantised, same_bits
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.huggingface.quantised import WeightQuantiser
 from zero_strategy.integrations.transformers import from_pretrained, pipeline_layers
@@ -36,16 +36,16 @@ pytestmark = [
 
 def plain_model(path: str, how: str) -> Any:
     transformers.logging.set_verbosity_error()
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**SETTINGS[how])
-    )
+    settings = BitsAndBytesConfig(**SETTINGS[how])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=settings)
+    return exact_evaluation(model)
 
 
 def loaded(kind: str, path: str, how: str, stage: int) -> list[str]:
     """Differences from what transformers itself loads: state, classes, outputs."""
     transformers.logging.set_verbosity_error()
     options = {"quantization_config": BitsAndBytesConfig(**SETTINGS[how])} if how else {}
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    plain = exact_evaluation(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options))
     with fresh_state():
         model = from_pretrained(AutoModelForCausalLM, path, dtype=torch.float32, **options)
         flags = [
@@ -61,7 +61,6 @@ def loaded(kind: str, path: str, how: str, stage: int) -> list[str]:
         inputs = torch.arange(3, 9).view(1, 6)
         with torch.no_grad():
             outputs = [net(inputs).logits for net in (plain, model)]
-        # bitsandbytes evaluates in another order where a layer may keep its weight in one of its own.
         if not torch.allclose(*outputs, atol=1e-5):
             wrong.append("outputs")
     return wrong
@@ -109,7 +108,7 @@ def test_transformers_opens_what_ranks_have_exported(ranks: Launcher, tmp_path: 
     path = saved(tmp_path, kind)
     ranks(2)(exported, kind, path, how, str(tmp_path / "exported"))
     transformers.logging.set_verbosity_error()
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    read = exact_evaluation(AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32))
     plain = plain_model(path, how)
     assert not same_bits(read.state_dict(), plain.state_dict())
     inputs = torch.arange(3, 9).view(1, 6)

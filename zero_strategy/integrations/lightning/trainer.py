@@ -311,8 +311,9 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         module, scope = self.lightning_module, self.engine.forward_scope((args, kwargs))
         with self.precision_plugin.train_step_context(), scope, schedulers_left_alone(module):
             found = module.training_step(*args, **kwargs)
-            # Before it is divided by batches, which would round.
-            self._slot_loss = found.get("loss") if isinstance(found, Mapping) else found
+            if self.engine.slots.slots:
+                # Before it is divided by batches, which would round.
+                self._slot_loss = found.get("loss") if isinstance(found, Mapping) else found
             return found
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -431,9 +432,9 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         """Look for released parameters in the loss; gradients are reduced by hooks."""
         assert self.engine is not None
         assert self.lightning_module is not None
-        if self.engine.slots.slots and isinstance(self._slot_loss, Tensor):
-            self.engine.check_loss(self._slot_loss)
-            self._slot_loss = None
+        slot_loss, self._slot_loss = self._slot_loss, None
+        if isinstance(slot_loss, Tensor):
+            self.engine.check_loss(slot_loss)
         else:
             self.engine.check_loss(closure_loss, 1 / self.lightning_module.trainer.accumulate_grad_batches)
 
