@@ -2,7 +2,8 @@
 # make train-pipeline the same model as a pipeline of two ranks, and a picture of what they did in a step
 # make train-compare  the same run under ZeRO stage 3 and under plain DDP, both curves in one picture
 # make test           ruff, mypy, unit tests and a choice of the others (tests/quick.txt): what to run before each commit
-# make test-rest      the tests that `make test` leaves out
+# make test-rest      the tests that `make test` leaves out, but for the slow ones
+# make test-slow      those that take longer than 6 seconds: launchers, clusters, wheels, long runs
 # make test-all       ruff, mypy and every test
 # make coverage       every test under coverage, and each test's seconds; then: python -m tests.choose_quick --seconds N
 # make torture        200 kills of training runs in and between saves, each resumed bit by bit (ARGS="--rounds 20 --seed 3")
@@ -31,7 +32,7 @@ STAMP := $(VENV)/.installed
 STARTED := $(shell date +%Y-%m-%d/%H-%M-%S)
 COMPARE := outputs/compare/$(STARTED)
 
-.PHONY: train train-pipeline train-compare test test-rest test-torch test-all coverage torture attack bench cluster conformance gpu-rehearsal wheel docs reference lint clean install
+.PHONY: train train-pipeline train-compare test test-rest test-slow test-torch test-all coverage torture attack bench cluster conformance gpu-rehearsal wheel docs reference lint clean install
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -60,12 +61,15 @@ lint: $(STAMP)
 	$(BIN)/python scripts/check_prose.py
 	$(BIN)/python scripts/check_names.py
 
-test test-rest test-torch test-all coverage: export OMP_NUM_THREADS = 1
+test test-rest test-slow test-torch test-all coverage: export OMP_NUM_THREADS = 1
 test: lint
 	$(BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
 
 test-rest: $(STAMP)
 	$(BIN)/python -m pytest --tier rest $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest --tier slow $(PYTEST_ARGS)
 
 # The quick tests on another version of torch, in an environment of its own: make test-torch VERSION=2.11.0
 VERSION ?= 2.11.0

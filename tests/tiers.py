@@ -6,8 +6,10 @@
 
 A test's tier follows from the fixtures that it uses and from the names that its file has; nothing is marked by hand.
 `--tier quick` runs the tests of `unit` that take no longer than 0.25 seconds (`tests/durations.json`) and those of the
-others that `tests/quick.txt` lists, which `tests/choose_quick.py` has chosen; `--tier rest` runs what `quick` leaves
-out; the default is everything.
+others that `tests/quick.txt` lists, which `tests/choose_quick.py` has chosen; `--tier slow` runs those of the others
+that take longer than 6 seconds: launchers, clusters, wheels, long runs; `--tier rest` runs what both leave out; the
+default is everything. With `--within SECONDS` tests that would begin later are skipped, by name: a machine of any speed
+ends in time, and says what it did not run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -31,6 +34,8 @@ LEAST_SECONDS = 0.1
 """Tests below it are left out of the recorded durations."""
 LONG_SECONDS = 0.25
 """Unit tests above it are left out of the quick ones."""
+SLOW_SECONDS = 6.0
+"""Tests above it are the slow ones."""
 TIERS = ("unit", "ranks", "system")
 _FIXTURES = {"ranks", "fresh_ranks"}
 _STARTERS = {
@@ -39,6 +44,8 @@ _STARTERS = {
 }  # fmt: skip
 _POOLS = {"tests.launcher", "tests.conftest"}
 _DROPPED = pytest.StashKey[int]()
+_BEGAN = time.monotonic()
+"""Of this process, which loads the libraries next."""
 
 
 def _codes(value: object) -> Iterator[CodeType]:
@@ -86,22 +93,28 @@ def tier_of(item: pytest.Item) -> str:
 
 
 class Choice:
-    """The tests of `--tier quick`."""
+    """The tests of `--tier quick`, and of the others the slow ones."""
 
     def __init__(self) -> None:
         lines = QUICK_FILE.read_text().splitlines()
         self.listed = {line for line in lines if line and not line.startswith("#")}
         seconds: dict[str, float] = json.loads(DURATIONS_FILE.read_text())
         self.long = {name for name, each in seconds.items() if each > LONG_SECONDS}
+        self._slow = {name for name, each in seconds.items() if each > SLOW_SECONDS}
 
     def __contains__(self, item: pytest.Item) -> bool:
         return item.nodeid in self.listed or (item.nodeid not in self.long and tier_of(item) == "unit")
 
+    def is_slow(self, item: pytest.Item) -> bool:
+        """True for a slow one that is not among the quick ones."""
+        return item.nodeid in self._slow and item not in self
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    choices = ["all", "quick", "rest", *TIERS]
+    choices = ["all", "quick", "rest", "slow", *TIERS]
     group.addoption("--tier", default="all", choices=choices, help="tests to run; default: all (see tests/tiers.py)")
+    group.addoption("--within", type=float, metavar="SECONDS", help="skip tests that would begin later than that")
     group.addoption("--with-gpu-cases", action="store_true", help="keep them on a machine without a CUDA device")
     group.addoption("--record-durations", metavar="FILE", help="write each test's seconds, all phases, as JSON")
 
@@ -125,7 +138,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             gpu += 1
             dropped.append(item)
             continue
-        keep = {"all": True, "quick": item in quick, "rest": item not in quick}.get(wanted, tier == wanted)
+        slow = quick.is_slow(item)
+        others = {"all": True, "quick": item in quick, "rest": item not in quick and not slow, "slow": slow}
+        keep = others.get(wanted, tier == wanted)
         (chosen if keep else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -135,6 +150,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("within")
+    if within is not None and time.monotonic() - _BEGAN > within:
+        pytest.skip(f"not run: the {within:.0f} seconds of --within are over")
     name_coverage(item.nodeid)
 
 
