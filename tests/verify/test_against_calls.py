@@ -206,5 +206,7 @@ def test_what_ranks_show_is_read_as_it_is_meant(ranks: Launcher) -> None:
 
 
 def test_one_rank_of_plain_torch_is_the_reference_run_itself() -> None:
-    report = verify_against(subjects.tiny, "plain", ranks=1, steps=2, clip_norm=0.5)
-    assert report.passed and all(phase.equal == phase.compared for phase in report.phases if phase.phase != "norm")
+    report = verify_against(subjects.tiny, "plain", ranks=1, steps=2)
+    assert report.passed and all(phase.equal == phase.compared for phase in report.phases)
+    # torch rounds a norm in float32, which one CPU sums in another order than the next.
+    assert verify_against(subjects.tiny, "plain", ranks=1, steps=2, clip_norm=0.5).passed
