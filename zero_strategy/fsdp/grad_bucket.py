@@ -193,8 +193,10 @@ class GradientBucket:
         if self.slots is not None and self.own.live:
             indices = set(self.own.live)
             self.live |= indices
-            self.slots.keep(self.own.complete(), indices)
-            self.own.drop()  # the buffer is the slot's now
+            if self.slots.keep(self.own.complete(), indices):
+                self.own.give_back()  # the next bucket may take it
+            else:
+                self.own.drop()  # the buffer is the slot's now
 
     @without_grad
     def launch(self) -> None:

@@ -74,10 +74,14 @@ class SlotSums:
 
     # ---- this rank's own slots ----
 
-    def keep(self, whole: Tensor, indices: set[int]) -> None:
-        """Let a slot's gradients of the whole bucket wait; some parameters have some."""
-        self._own.put(self.count.node, whole)
+    def keep(self, whole: Tensor, indices: set[int]) -> bool:
+        """Let a slot's gradients of the whole bucket wait; some parameters have some.
+
+        Returns:
+            Whether the memory is the caller's again: they are in a sum.
+        """
         self.waiting |= indices
+        return self._own.put(self.count.node, whole)
 
     def take_waiting(self) -> list[Tensor]:
         """Buffers that this rank sends, one in each exchange of the step."""

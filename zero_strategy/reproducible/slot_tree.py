@@ -142,24 +142,28 @@ class NodeSums:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._values.values())
 
-    def put(self, node: Node, values: Tensor) -> None:
+    def put(self, node: Node, values: Tensor) -> bool:
         """Take a node's values, which are this object's from now on and may be written to.
 
         A node that is there already gets them added: what has come in two parts, element for element in one of them.
+
+        Returns:
+            Whether they were added to others, so that their memory is the caller's again.
         """
         known = self._values.get(node)
         if known is not None:
             known.add_(values)
-            return
-        path = ancestors(self.slots, node)
+            return True
+        path, added = ancestors(self.slots, node), False
         assert not any(parent in self._values for parent, _, _ in path), "a node that is a part of a sum is complete"
         for parent, left, right in path:
             other = self._values.pop(right if node == left else left, None)
             if other is None:
                 break
             # A sum of two does not depend on their order.
-            values, node = other.add_(values), parent
+            values, node, added = other.add_(values), parent, True
         self._values[node] = values
+        return added
 
     def take(self, node: Node) -> Tensor | None:
         """Take a node's sum out, where slots of which nothing is known count as zeros; None: nothing is known."""
