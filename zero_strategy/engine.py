@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType
 
@@ -654,7 +654,7 @@ class ZeroEngine:
 
     def load(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | StateReader,
         *,
         strict: bool = True,
         optimizers: bool = True,
@@ -665,7 +665,7 @@ class ZeroEngine:
         Gradients that wait for a step are dropped: they belong to the weights of before.
 
         Args:
-            directory: The checkpoint, or the folder with `latest`.
+            directory: The checkpoint, the folder with `latest`, or what reads one.
             strict: Missing and unexpected names are errors.
             optimizers: Resume: load optimizer state, master weights, counters and the random state too.
             weights: Called with the reader in place of loading the weights.
@@ -957,6 +957,20 @@ class ZeroEngine:
                 self._closing.pop()()
             self.mesh.close()
             self.offloaded.close()
+
+    def abandon(self, reason: str) -> None:
+        """End this engine by itself, where other ranks are gone: nothing is saved, and nobody is waited for.
+
+        The module stays as it is, without what this rank does not have; it is of no use any more.
+        """
+        if self.mesh.closed:
+            return
+        while self._closing:
+            with suppress(Exception):  # groups are broken
+                self._closing.pop()()
+        self.mesh.close(together=False)
+        self.offloaded.close()
+        self._model, self._ended_by = None, reason
 
     def _make_plain(self, keep_states: bool, reason: str) -> None:
         model, call = self.model, "close(gather=True)"

@@ -327,7 +327,7 @@ class HostPieceWriter(PieceWriter):
         text = described.to_json()
         # Before this host seals: the others do so at the same time.
         self._undecided = [path.name for path in undecided(self.directory.parent)]
-        self._board.send("described", _packed(text, small, update_latest, self._undecided))
+        self._board.send("described", packed(text, small, update_latest, self._undecided))
         self._seal(text, small)
         self._board.post("sealed")
         # Before the first rename: from here on the new checkpoint is whole on every host, whoever dies.
@@ -350,7 +350,7 @@ class HostPieceWriter(PieceWriter):
         if self.rank == 0:
             return
         try:
-            text, small, update_latest, self._undecided = _unpacked(self._board.receive("described", 0))
+            text, small, update_latest, self._undecided = unpacked(self._board.receive("described", 0))
             self._seal(text, small)
             self._board.post("sealed")
             self._board.wait("decided", 0, before="sealed")
@@ -462,7 +462,8 @@ class _DiskSink:
         sync(self._root / self._path)  # a file without slices, too
 
 
-def _packed(manifest: bytes, small: Mapping[str, bytes], update_latest: bool, undecided: list[str]) -> bytes:
+def packed(manifest: bytes, small: Mapping[str, bytes], update_latest: bool, undecided: list[str]) -> bytes:
+    """The message from rank 0 to the first rank of each other host: what it is to write beside its ranks' slices."""
     content = {
         "manifest": manifest.decode(),
         "small": {path: base64.b64encode(content).decode() for path, content in small.items()},
@@ -472,7 +473,8 @@ def _packed(manifest: bytes, small: Mapping[str, bytes], update_latest: bool, un
     return json.dumps(content).encode()
 
 
-def _unpacked(message: bytes) -> tuple[bytes, dict[str, bytes], bool, list[str]]:
+def unpacked(message: bytes) -> tuple[bytes, dict[str, bytes], bool, list[str]]:
+    """The arguments of `packed`."""
     content = json.loads(message)
     small = {path: base64.b64decode(text) for path, text in content["small"].items()}
     return content["manifest"].encode(), small, content["latest"], content["undecided"]

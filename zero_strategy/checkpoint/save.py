@@ -37,7 +37,7 @@ from zero_strategy.checkpoint.manifest import AVERAGE, EXPORT, FileKind, Manifes
 from zero_strategy.checkpoint.module_state import module_entries, weight_descriptions
 from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.save_job import PendingSave, SaveJob, SavePlace, SavePlaces, prune_remote
-from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, in_file_order
+from zero_strategy.checkpoint.writer import AnyPiece, Entry, LatePiece, Piece, SaveWriter, in_file_order
 from zero_strategy.comm.store import SaveBoard, own_store, together
 from zero_strategy.config import CheckpointConfig
 from zero_strategy.offload.chunk_store import FileCopies, StateImages
@@ -263,8 +263,9 @@ class Saver:
         asynchronous: bool,
         weights_dtype: torch.dtype | None,
         frozen: Literal["store", "reference"] | None = None,
+        writer: Callable[[SaveBoard, str], SaveWriter] | None = None,
     ) -> PendingSave:
-        """See `ZeroEngine.save`."""
+        """See `ZeroEngine.save`; with a `writer`, made from board and token, it is the caller's who keeps what."""
         engine, settings = self._engine, self._engine.config.config.checkpoint
         # Before the meeting: it is the same on all ranks.
         if weights_dtype is not None and optimizers:
@@ -278,7 +279,7 @@ class Saver:
         engine.model.follow_edits()
         if optimizers and engine.average is not None:
             engine.average.check_not_shown("saving optimizer state")
-        place = self.places.place_of(directory)
+        place = self.places.place_of(directory, asked=writer is None)
         saved = list(engine.optimizers) if optimizers else []
         states = [states_of(engine, sharded) for sharded in saved]
         # Nobody resumes from weights with nothing beside them that are not even the latest.
@@ -306,7 +307,11 @@ class Saver:
             groups = [union_of_groups(engine, groups_of(engine, sharded), whole.names()) for sharded in saved]
             manifest = self._manifest(plan, whole, agreed, groups, user, counters, export=export)
             job = SaveJob(  # in this order on all ranks: what meets or exchanges
-                writer=self.places.writer(place, board, agreed.token, known=agreed.known),
+                writer=(
+                    self.places.writer(place, board, agreed.token, known=agreed.known)
+                    if writer is None
+                    else writer(board, agreed.token)
+                ),
                 board=board,
                 plan=plan,
                 extra_files={**extra_files, **module_files(engine, entries), **(average_file(engine) if saved else {})},
@@ -314,7 +319,7 @@ class Saver:
                 pieces=self._pieces(plan, pieces, fixed, asynchronous),
                 manifest=manifest,
                 update_latest=update_latest,
-                committed=(lambda: None) if export else partial(_prune, place, settings),
+                committed=(lambda: None) if export or writer is not None else partial(_prune, place, settings),
             )
         except BaseException as error:
             # Others may be in the job already, and would wait there for the time-out.

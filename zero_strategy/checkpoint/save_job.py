@@ -163,13 +163,14 @@ class SavePlaces:
         self._layout = layout
         self._known: dict[str, Sharing] = {}
 
-    def place_of(self, directory: str | os.PathLike[str]) -> SavePlace:
-        """The place of a checkpoint."""
+    def place_of(self, directory: str | os.PathLike[str], *, asked: bool = True) -> SavePlace:
+        """The place of a checkpoint; `asked`: ranks find out which of them see the same folder."""
         path = os.fspath(directory)
         if is_remote(path):
             return SavePlace(path, path.rstrip("/").rpartition("/")[0], remote=True, known=True)
         parent = os.path.dirname(os.path.abspath(path))
-        return SavePlace(path, parent, remote=False, known=self._layout == "shared" or parent in self._known)
+        known = not asked or self._layout == "shared" or parent in self._known
+        return SavePlace(path, parent, remote=False, known=known)
 
     def writer(self, place: SavePlace, board: SaveBoard, token: str, *, known: bool) -> SaveWriter:
         """The writer of a save; all ranks call it, and meet over the board where a folder is new.

@@ -421,18 +421,18 @@ class Mesh:
         self.expert.send_numbers_by(self.expert, device)
         self.communicator_bytes = max(0, bytes_beside_torch(device) - before)
 
-    def close(self) -> None:
+    def close(self, *, together: bool = True) -> None:
         """End the groups, in the same order on all ranks, and what watches them. All ranks call it.
 
         They meet first, for some seconds: who closes a connection early takes from a slower rank what is under way. Not
-        where the ranks are known to have failed. A second call does nothing.
+        where the ranks are known to have failed, or without `together`. A second call does nothing.
         """
         if self.closed:
             return
         self.closed = True
         meeting, failed = self.world_group.barrier, self.watchdog is not None and self.watchdog.failure is not None
         # Where the default group is gone, so are its store, through which ranks meet, and all other groups.
-        if self.world_group.world_size > 1 and not failed and has_process_group():
+        if together and self.world_group.world_size > 1 and not failed and has_process_group():
             with suppress(Exception):  # a rank that does not come any more is no reason to stay
                 seconds = min(meeting.timeout, _CLOSING_SECONDS)
                 StoreBarrier(meeting.rank, meeting.world_size, seconds, f"{meeting.prefix}.end").wait_for_all("close()")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from datetime import timedelta
 from functools import wraps
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -22,6 +23,8 @@ from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclas
 from torch._C._distributed_c10d import FileStore as FileStore
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
@@ -495,6 +498,11 @@ def holders_of(tensor: Tensor) -> int | None:
 
 SAME_DTYPE_CHECK: CodeType = dist.distributed_c10d._ensure_all_tensors_same_dtype.__code__
 """Collectives that take lists of tensors call it with all of them before anything is sent."""
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Bound of the default process group's collectives from now on, on all of its devices."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 def default_store() -> Any:

@@ -1,0 +1,158 @@
+"""The state after each of the last two steps, in the memory files of each host.
+
+    /dev/shm/zero_strategy.RUN/0        a checkpoint of pieces (see `checkpoint.piece_writer`), of an even turn
+    /dev/shm/zero_strategy.RUN/1        of an odd one
+
+A copy is written over the one before the last, so that a death in the middle of it loses nothing. It is a checkpoint
+like any other: any number of ranks reads it, and the checksum of each block is compared when it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_strategy.checkpoint.folders import make_signed
+from zero_strategy.checkpoint.manifest import Manifest
+from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter
+from zero_strategy.checkpoint.piece_reader import PieceReader
+from zero_strategy.checkpoint.ranges import rank_path, small_path
+from zero_strategy.checkpoint.storage import Folder
+from zero_strategy.checkpoint.writer import SaveWriter
+from zero_strategy.comm.store import SaveBoard
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.survive.membership import World
+
+_TURN, _STATE = "turn", "state"
+"""Entries of a copy's user metadata: its number, and what the training function has given."""
+_TURNS = 2
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A copy that this host has, or a part of it.
+
+    Attributes:
+        turn: Its number.
+        save: Names the save that has written it.
+        manifest: As JSON.
+        paths: Files of it that are here.
+        needed: All of its files.
+    """
+
+    turn: int
+    save: str
+    manifest: bytes
+    paths: frozenset[str]
+    needed: frozenset[str]
+
+
+class MemoryCopies:
+    """Copies of one run on this host.
+
+    Args:
+        folder: Of the run, in a memory file system; it is made if need be.
+
+    Attributes:
+        folder: As above.
+        turn: Number of the last copy.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.turn = folder, 0
+        self._files: dict[int, Path] = {}
+        make_signed(folder, exist_ok=True)
+
+    def take(self, engine: ZeroEngine, world: World, state: Mapping[str, Any]) -> None:
+        """Write the next copy. A collective.
+
+        Args:
+            engine: At the end of a step.
+            world: Its ranks.
+            state: What the training function needs to go on, JSON-able.
+
+        Raises:
+            OSError: On all ranks, if a host has no memory left for it; the one before is there.
+        """
+        turn = self.turn + 1
+        number = turn % _TURNS
+        directory = self.folder / str(number)
+
+        def writer(board: SaveBoard, token: str) -> SaveWriter:
+            made = MemoryPieceWriter(
+                directory, rank=board.rank, world_size=board.world_size, token=token, board=board,
+                leader=world.local_rank == 0, spare=self._files.get(number),
+            )  # fmt: skip
+            self._files[number] = made.file
+            return made
+
+        engine.saver.save(
+            directory, user={_TURN: turn, _STATE: dict(state)}, extra_files={}, own_files={},
+            counters=engine.steps.counters(), optimizers=True, update_latest=False, asynchronous=False,
+            weights_dtype=None, writer=writer,
+        )  # fmt: skip
+        self.turn = turn
+
+    def restore(self, engine: ZeroEngine) -> dict[str, Any] | None:
+        """Load the newest copy that is whole, on any hosts; None: there is none. A collective.
+
+        Returns:
+            The state that `take` was given.
+        """
+        control = engine.mesh.world_group.control
+        everyone: list[list[Found]] = control.all_gather_objects(self._found())
+        for turn, save in _whole(everyone):
+            one = next(each for there in everyone for each in there if each.save == save)
+            directory = self.folder / str(turn % _TURNS)
+            reader = PieceReader(Folder(directory), Manifest.from_json(one.manifest, str(directory)), directory)
+            try:
+                engine.load(reader)
+            except (OSError, ValueError, RuntimeError) as error:
+                if engine.desync is not None:
+                    raise
+                _logger.warning("the copy of turn %d in memory is damaged, and is not used: %s", turn, error)
+                continue
+            self.turn = turn
+            return dict(reader.manifest.user[_STATE])
+        # Numbers that no copy of before has.
+        self.turn = max((each.turn for there in everyone for each in there), default=0)
+        return None
+
+    def remove(self) -> None:
+        """The run is over: its memory goes."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _found(self) -> list[Found]:
+        found = []
+        for number in range(_TURNS):
+            directory = self.folder / str(number)
+            try:
+                manifest = Manifest.load(directory)
+            except (OSError, ValueError):  # none, or torn
+                continue
+            pieces = manifest.pieces
+            assert pieces is not None
+            needed = {rank_path(pieces.folder, rank): size for rank, (size, _) in pieces.ranks.items()}
+            needed |= {small_path(pieces.folder, path): manifest.files[path] for path in pieces.owners}
+            storage = Folder(directory)
+            here = frozenset(path for path, size in needed.items() if storage.size(path) == size)
+            turn = manifest.user[_TURN]
+            found.append(Found(turn, manifest.save, manifest.to_json(), here, frozenset(needed)))
+        return found
+
+
+def _whole(everyone: list[list[Found]]) -> list[tuple[int, str]]:
+    """Copies of which each file is on some host: (turn, save), the newest first."""
+    here: dict[tuple[int, str], set[str]] = {}
+    needed: dict[tuple[int, str], frozenset[str]] = {}
+    for there in everyone:
+        for each in there:
+            here.setdefault((each.turn, each.save), set()).update(each.paths)
+            needed[each.turn, each.save] = each.needed
+    return sorted((copy for copy, paths in here.items() if paths >= needed[copy]), reverse=True)

@@ -1,0 +1,85 @@
+"""A process group of the members of a quorum, and its end when one of them is gone.
+
+Groups of gloo connect ranks within their time-out, and one that dies meanwhile would hold the others up as long. So
+they meet in the first member's store before, looking at each other's processes, and connect within seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zero_strategy.runtime.compute_device import gpu_of_local_rank, occupy
+from zero_strategy.runtime.torch_private import PrefixStore, Store, TCPStore, set_group_timeout
+from zero_strategy.survive.membership import Membership, World
+
+CONNECT_SECONDS = 5.0
+"""In which the ranks of a formation connect."""
+_LOOK_SECONDS = 0.02
+
+
+class MembersChangedError(RuntimeError):
+    """The members are others than those of the process group: some are gone, or new ones wait.
+
+    Attributes:
+        world: Those who are there now, as all of them know; None: nobody has asked.
+    """
+
+    def __init__(self, message: str, world: World | None = None) -> None:
+        super().__init__(message)
+        self.world = world
+
+
+def form(membership: Membership, world: World, timeout: timedelta) -> None:
+    """Start the default process group of a world. All its members call it.
+
+    Args:
+        membership: This process's.
+        world: As the lighthouse has given it to all.
+        timeout: Of collectives, once the ranks are connected.
+
+    Raises:
+        MembersChangedError: If a member has died meanwhile, or does not come.
+    """
+    first, seconds = world.members[0], timedelta(seconds=CONNECT_SECONDS)
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank),
+        MASTER_ADDR=first.address, MASTER_PORT=str(first.port),
+    )  # fmt: skip
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        occupy(gpu_of_local_rank(world.local_rank))
+    try:
+        plain = TCPStore(first.address, first.port, is_master=False, timeout=seconds)
+        store = PrefixStore(world.key, plain)
+        _meet(store, world)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=seconds)
+    except (RuntimeError, dist.DistStoreError) as error:
+        dissolve()
+        raise MembersChangedError(f"formation {world.number} of {world.size} ranks failed: {error}") from error
+    set_group_timeout(timeout)
+
+
+def _meet(store: Store, world: World) -> None:
+    """Return when all are here."""
+    store.set(f"here{world.rank}", "")
+    end = time.monotonic() + CONNECT_SECONDS
+    missing = [rank for rank in range(world.size) if rank != world.rank]
+    while missing := [rank for rank in missing if not store.check([f"here{rank}"])]:
+        if gone := [rank for rank in missing if world.members[rank].is_gone]:
+            raise MembersChangedError(f"rank {gone[0]} of formation {world.number} has died before it began")
+        if time.monotonic() > end:
+            raise MembersChangedError(f"ranks {missing} of formation {world.number} did not come")
+        time.sleep(_LOOK_SECONDS)
+
+
+def dissolve() -> None:
+    """End the default process group and all others, without the ranks of it."""
+    if dist.is_initialized():
+        with suppress(Exception):  # a group that is broken is no reason to stay in it
+            dist.destroy_process_group()

@@ -1,0 +1,184 @@
+"""Processes that train together, as torchft's lighthouse knows them.
+
+Each process beats to the lighthouse from a thread of its own, in native code. A quorum is asked for when ranks are
+formed and at the end of each step: the lighthouse answers all who are alive at once, with the same list. One that has
+died is left out when its beats have stayed away; one that is new waits there until the others ask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from zero_strategy.runtime.torch_private import TCPStore
+from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""Environment variable of torchft: the lighthouse's address, such as http://head:29510."""
+PLACE = "ZERO_STRATEGY_PLACE"
+"""Environment variable: this process's place, a number that the one who takes it over has as well."""
+ADDRESS = "ZERO_STRATEGY_ADDRESS"
+"""Environment variable: the address under which other hosts reach this one."""
+
+HEARTBEAT_SECONDS = 0.1
+_CONNECT_SECONDS = 10.0
+_QUORUM_SECONDS = 600.0
+"""Longest wait for others who are alive and do not come; the lighthouse gives them up before."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that takes part.
+
+    Attributes:
+        name: Its place, and a name of this life of it.
+        card: Identity of the process on its host.
+        address: Of its host.
+        port: Of its key-value store.
+        asked: How often it has asked for a quorum.
+    """
+
+    name: str
+    card: ProcessCard
+    address: str
+    port: int
+    asked: int
+
+    @property
+    def place(self) -> int:
+        """Number among those that were launched."""
+        return int(self.name.partition(":")[0])
+
+    @property
+    def is_gone(self) -> bool:
+        """True if its process is known to have ended."""
+        return condition(self.card) == "gone"
+
+
+@dataclass(frozen=True)
+class World:
+    """Members of one formation; their order is that of the ranks.
+
+    Attributes:
+        number: Of the quorum: another one has other members.
+        rank: This process's.
+        members: By rank.
+    """
+
+    number: int
+    rank: int
+    members: Sequence[Member]
+
+    @property
+    def key(self) -> str:
+        """A name of this answer of the lighthouse: the same members may form anew, where they failed to."""
+        text = " ".join(f"{each.name}.{each.asked}" for each in self.members)
+        return f"{self.number}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    @property
+    def me(self) -> Member:
+        """This process."""
+        return self.members[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its host."""
+        return sum(each.card.host == self.me.card.host for each in self.members[: self.rank])
+
+    def gone(self) -> list[int]:
+        """Ranks whose processes are known to have ended."""
+        return [rank for rank, each in enumerate(self.members) if each.is_gone]
+
+
+class Membership:
+    """This process among those that train together.
+
+    Args:
+        lighthouse: Its address.
+        place: This process's number.
+        address: Under which the others reach this host.
+
+    Raises:
+        ImportError: If torchft is not installed.
+        ValueError: If the lighthouse cannot be reached.
+    """
+
+    def __init__(self, lighthouse: str, place: int, address: str) -> None:
+        coordination = _coordination()
+        # Ranks follow from the places, whose numbers have to sort as names.
+        self.name = f"{place:06d}:{uuid.uuid4().hex[:8]}"
+        # Every process has a store, and the first member's is used: whoever dies, the next formation has one.
+        self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._card, self._address, self._asked = own_card(), address, 0
+        seconds = timedelta(seconds=_CONNECT_SECONDS)
+        try:
+            self._client = coordination.LighthouseClient(lighthouse, seconds)
+            self._beats = coordination.ManagerServer(
+                replica_id=self.name, lighthouse_addr=lighthouse, hostname="127.0.0.1", bind="127.0.0.1:0",
+                store_addr=f"{address}:{self.store.port}", world_size=1,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_SECONDS), connect_timeout=seconds, quorum_retries=0,
+            )  # fmt: skip
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            raise ValueError(f"{LIGHTHOUSE} is {lighthouse!r}, and no lighthouse answers there: {error}") from error
+
+    def quorum(self, step: int) -> World:
+        """Everybody who is alive and asks. All members ask, or are given up by the lighthouse.
+
+        Args:
+            step: That this process has come to; for the lighthouse's page.
+
+        Raises:
+            RuntimeError, TimeoutError: If the lighthouse does not answer.
+        """
+        self._asked += 1
+        own = json.dumps([*self._card, self._address, self._asked])
+        found = self._client.quorum(
+            self.name, timedelta(seconds=_QUORUM_SECONDS), address=own,
+            store_address=str(self.store.port), step=step, world_size=1, shrink_only=False,
+        )  # fmt: skip
+        members = [_member(each) for each in sorted(found.participants, key=lambda each: each.replica_id)]
+        rank = next(rank for rank, each in enumerate(members) if each.name == self.name)
+        return World(found.quorum_id, rank, members)
+
+    def first_quorum(self, ranks: int, seconds: float) -> World:
+        """The members at the start, when so many are there, or the time is over.
+
+        Processes start at different times, and each one more would begin anew what the first ones have begun.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            world = self.quorum(0)
+            # All of a quorum see the same one, and come to the same end.
+            if world.size >= ranks or time.monotonic() > end:
+                return world
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def close(self) -> None:
+        """Beat no more: the others do not wait for this process."""
+        self._beats.shutdown()
+
+
+def _member(found: Any) -> Member:
+    host, pid, started, address, asked = json.loads(found.address)
+    return Member(found.replica_id, ProcessCard(host, pid, started), address, int(found.store_address), asked)
+
+
+def _coordination() -> Any:
+    try:
+        from torchft import coordination
+    except ImportError as error:
+        raise ImportError(
+            "training that survives deaths asks torchft's lighthouse who is there: pip install 'zero-strategy[survive]'"
+        ) from error
+    return coordination

@@ -1,0 +1,221 @@
+"""A training function that is called again, in the same process, when ranks have died or new ones wait.
+
+    def train(run):
+        model = GPT(...)
+        engine = ZeroEngine(model, {"stage": 3, "reproducible": 8, "watchdog": run.watchdog})
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.attach(optimizer)
+        state = run.restore(engine, {"step": 0})
+        for step in range(state["step"], 1000):
+            ...
+            optimizer.step()
+            optimizer.zero_grad()
+            run.commit(engine, {"step": step + 1})
+
+    survive(train)
+
+A death ends the wait of every rank that is left in an error (`watchdog`). It leaves the function, the groups of the
+dead are ended, the lighthouse says who is there, and the function begins anew with the copy of the last step that is
+whole. The step that was going on is computed again: nothing else is.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import tempfile
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
+from zero_strategy.engine import ZeroEngine
+from zero_strategy.survive.copies import MemoryCopies
+from zero_strategy.survive.formation import MembersChangedError, dissolve, form
+from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
+from zero_strategy.watchdog.diagnosis import DesyncError
+
+RUN, RANKS, MEMORY = "ZERO_STRATEGY_RUN", "ZERO_STRATEGY_RANKS", "ZERO_STRATEGY_MEMORY"
+"""Environment variables: a name of the run, for its memory; how many processes were launched; a memory file system."""
+_START_SECONDS = 60.0
+"""Longest wait for the processes that were launched."""
+_GONE_SECONDS = 2.0
+"""In which a process ends whose connections have broken."""
+_DEATHS = {"gone", "stopped", "silent"}
+"""Kinds of failures after which the other ranks can go on."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+class Run:
+    """One run of a training function, over all of its beginnings in this process.
+
+    Args:
+        membership: This process's.
+        copies: Of the state, on this host.
+
+    Attributes:
+        world: The ranks of this beginning.
+        beginnings: How often the function was called.
+        watchdog: Settings for `watchdog`, by which a death is noticed soon.
+    """
+
+    watchdog: Mapping[str, Any] = {"wait_seconds": 0.6, "silence_seconds": 2.0}
+
+    def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
+        self._membership, self._copies = membership, copies
+        self.world: World = World(0, 0, [])
+        self.beginnings, self._step = 0, 0
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
+        self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    def restore(self, engine: ZeroEngine, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Load the newest copy that is whole, where there is one. A collective, once the optimizers are attached.
+
+        Args:
+            engine: The training.
+            state: To begin with.
+
+        Returns:
+            What `commit` was given, or `state`.
+        """
+        self._engines.add(engine)
+        found = self._copies.restore(engine)
+        self._step = engine.steps.taken
+        return dict(state or {}) if found is None else found
+
+    def commit(self, engine: ZeroEngine, state: Mapping[str, Any]) -> None:
+        """Copy the state at the end of a step, and look who is there. A collective.
+
+        Args:
+            engine: The training.
+            state: What the function needs to go on from here, JSON-able.
+
+        Raises:
+            MembersChangedError: If others are; it must leave the function, which then begins anew.
+            OSError: If a host has no memory left for the copy.
+        """
+        self._step = engine.steps.taken
+        # The lighthouse answers when all have asked: meanwhile this rank copies.
+        asked: Future[World] = self._asking.submit(self._membership.quorum, self._step)
+        self._copies.take(engine, self.world, state)
+        if (found := asked.result()).number != self.world.number:
+            before, now = ({each.name for each in world.members} for world in (self.world, found))
+            text = f"after step {self._step} {len(now - before)} came and {len(before - now)} went"
+            raise MembersChangedError(text, found)
+
+    def call(self, train: Callable[Concatenate[Run, P], T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function until it returns.
+
+        Args:
+            train: The function.
+            ranks: How many begin.
+        """
+        world = self._membership.first_quorum(ranks, _START_SECONDS)
+        while True:
+            self.world, self.beginnings = world, self.beginnings + 1
+            try:
+                form(self._membership, world, DEFAULT_TIMEOUT)
+                with self._ended():
+                    return train(self, *args, **kwargs)
+            except Exception as error:
+                self._check_goes_on(error)
+                _logger.warning("%s: this process goes on", error)
+                # Those who came know that answer of the lighthouse, and form by it.
+                known = error.world if isinstance(error, MembersChangedError) else None
+                # Its frames have the model and the engine.
+                traceback.clear_frames(error.__traceback__)
+            self._leave()
+            world = known or self._membership.quorum(self._step)
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        """Inside is the function; the groups of a run that is over end together."""
+        yield
+        for engine in list(self._engines):
+            engine.close()
+
+    def _check_goes_on(self, error: Exception) -> None:
+        """Raise the error unless a death explains it: one of the function's own would come again."""
+        if isinstance(error, MembersChangedError):
+            return
+        if isinstance(error, DesyncError) and error.failure is not None:
+            if error.failure.kind in _DEATHS:
+                return
+            raise error
+        end = time.monotonic() + _GONE_SECONDS
+        while not self.world.gone():
+            if time.monotonic() > end:
+                raise error
+            time.sleep(0.05)
+
+    def _leave(self) -> None:
+        """Let go of the engines and groups of a world that is no more."""
+        for engine in list(self._engines):
+            engine.abandon("ranks have changed")
+        self._engines.clear()
+        dissolve()
+        gc.collect()
+
+    def close(self) -> None:
+        """The run is over for this process."""
+        self._membership.close()
+        self._asking.shutdown(wait=False)
+
+
+def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a training function, and call it again when ranks have died or new ones wait.
+
+    The launcher gives each process a place and the address of a lighthouse: `zero-strategy run`, or torchft's own
+    `torchft_lighthouse` and the variables TORCHFT_LIGHTHOUSE, ZERO_STRATEGY_PLACE, ZERO_STRATEGY_RANKS and
+    ZERO_STRATEGY_RUN.
+
+    Args:
+        train: Gets a `Run` and the other arguments. It makes model and engine, loads (`Run.restore`), and tells of the
+            end of each step (`Run.commit`).
+        args, kwargs: Further arguments.
+
+    Returns:
+        The function's result.
+
+    Raises:
+        ImportError: If torchft is not installed.
+        ValueError: If the launcher's variables are missing; names them.
+    """
+    values = {name: os.environ.get(name, "") for name in (LIGHTHOUSE, PLACE, RANKS, RUN)}
+    if missing := [name for name, value in values.items() if not value]:
+        raise ValueError(
+            f"survive() needs {' and '.join(missing)} in the environment: start the script with `zero-strategy run "
+            "--nproc-per-node N script.py`"
+        )
+    address = os.environ.get(ADDRESS, "127.0.0.1")
+    membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address)
+    folder = Path(os.environ.get(MEMORY) or _memory_folder()) / f"zero_strategy.{values[RUN]}"
+    run = Run(membership, MemoryCopies(folder))
+    try:
+        return run.call(train, int(values[RANKS]), *args, **kwargs)
+    finally:
+        run.close()
+
+
+def _memory_folder() -> str:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
