@@ -961,13 +961,32 @@ class ZeroEngine:
     def abandon(self, reason: str) -> None:
         """End this engine by itself, where other ranks are gone: nothing is saved, and nobody is waited for.
 
-        The module stays as it is, without what this rank does not have; it is of no use any more.
+        The module is plain, as after `close(gather=True)`, but its parameters have no values of use: another engine
+        loads some. It may be called wherever an exception has left a forward, a backward or a step.
+
+        Raises:
+            ValueError: If ranks divide the experts of the module, whose layers this one has not all.
         """
-        if self.mesh.closed:
+        if self._model is None:
             return
-        while self._closing:
-            with suppress(Exception):  # groups are broken
-                self._closing.pop()()
+        if self.mesh.expert.size > 1:
+            raise ValueError("abandon(): ranks divide the experts of this model (mesh.expert); build it anew")
+        model, closing = self._model, [*self._closing, *self._undoing]
+        while closing:
+            with suppress(Exception):  # of groups that are broken
+                closing.pop()()
+        self._closing.clear()
+        self._undoing.clear()
+        attached = [sharded.optimizer for sharded in self.optimizers]
+        self._attached.detach()
+        self._consistency.forget()
+        self.average = None
+        model.dissolve(values=False)
+        for optimizer in attached:
+            DroppedState(optimizer, reason)
+        self.activations.undo()
+        for hook in self._module_hooks:
+            hook.remove()
         self.mesh.close(together=False)
         self.offloaded.close()
         self._model, self._ended_by = None, reason

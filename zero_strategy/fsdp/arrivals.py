@@ -56,6 +56,14 @@ class Arrivals:
         for number, _ in enumerate(self._units):
             self.arrive(number)
 
+    def forget(self) -> None:
+        """Wait for none any more: their ranks are gone."""
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+        self._units.clear()
+
     def __del__(self) -> None:
         """Parameters outlive their engine, and nobody else knows of what comes to them; no host waits in it."""
         self.finish()

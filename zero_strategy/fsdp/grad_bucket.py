@@ -354,8 +354,14 @@ class GradientBucket:
         if not self.keeps_whole:
             self.own.drop()
 
-    def give_back(self) -> None:
-        """Drop every gradient and all memory: the parameters are nobody's now."""
+    def give_back(self, *, finish: bool = True) -> None:
+        """Drop every gradient and all memory: the parameters are nobody's now.
+
+        Args:
+            finish: Wait for a reduction under way; else its ranks are gone.
+        """
+        if not finish:
+            self._reduction = None
         self.clear()
         self.keeps_whole = False
         self.reduced.forget(keep=False)

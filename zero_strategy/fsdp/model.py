@@ -267,24 +267,33 @@ class ShardedModel:
         self.guards = ModuleGuards(self)
         self._watching = module.register_forward_pre_hook(Watcher(self.reducer, self.moved, self.quantised))
 
-    def dissolve(self) -> None:
+    def dissolve(self, *, values: bool = True) -> None:
         """Make the module plain: whole parameters in memory of their own, no hook, no gradient. A collective.
 
         Parameters stay the same objects, of the dtype in which the forward computes; master weights are lost. Units
         become whole one after the other, so that besides the whole model one unit is held. Where parameters are whole
         anyway (stages 0 to 2) nothing is sent.
 
+        Args:
+            values: Without, ranks are gone, and what they had: parameters have their shapes, and any values. Then it
+                is no collective, and may be called wherever an exception has left the model.
+
         Raises:
             RuntimeError: In a forward, a backward or a step, or if one of these was left with an exception.
         """
-        self.come_to_rest(parameters=True, call="close(gather=True)")  # raises before anything has changed
+        if values:
+            self.come_to_rest(parameters=True, call="close(gather=True)")  # raises before anything has changed
+        else:
+            self.arrivals.forget()
         for gradients in self.gradients:  # first, for the whole parameters need room
-            gradients.give_back()
+            gradients.give_back(finish=values)
         for unit in self.units:
-            unit.gather()
+            if values:
+                unit.gather()
             for bucket in unit.buckets:
-                bucket.give_back()
-                self.experts.join(bucket)
+                bucket.give_back(values=values)
+                if values:
+                    self.experts.join(bucket)
         self.reducer.unhook()
         self.guards.unhook()
         self._watching.remove()

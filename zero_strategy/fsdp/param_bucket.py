@@ -587,17 +587,29 @@ class ParameterBucket:
         return self.flat[segment.offset : segment.stop].view(segment.shape)
 
     @outside_inference
-    def give_back(self) -> None:
+    def give_back(self, *, values: bool = True) -> None:
         """Give each parameter memory of its own with its whole values, which are there; the bucket keeps none.
 
         One parameter's values are there twice at a time, besides the bucket's.
+
+        Args:
+            values: Without, nobody has them all any more: parameters have any.
         """
-        assert self.gathered
-        self.arrive()
-        # What was assigned lies in memory of the user's: only what is in the views is copied.
-        self.writes.take_assigned()
-        for tensor, view in zip(self.tensors, self.views, strict=True):
-            SET_DATA(tensor, view.clone(memory_format=torch.contiguous_format))
+        if values:
+            assert self.gathered
+            self.arrive()
+            # What was assigned lies in memory of the user's: only what is in the views is copied.
+            self.writes.take_assigned()
+        else:
+            self._pending = self._arrival = None
+            show_arrived(self.parameters)
+            unshard_classes(self.parameters)
+        for index, tensor in enumerate(self.tensors):
+            if values:
+                SET_DATA(tensor, self.views[index].clone(memory_format=torch.contiguous_format))
+            else:
+                shape = self.layout.segments[index].shape
+                SET_DATA(tensor, torch.empty(shape, dtype=self.dtype, device=self.device))
         untrack_classes(self.parameters)
         self.writes.forget()
         self.drop_average()

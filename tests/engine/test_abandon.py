@@ -1,0 +1,98 @@
+"""An engine that ends without its ranks leaves a plain module, wherever an exception has left it."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.launcher import Launcher
+from zero_strategy.engine import ZeroEngine
+
+
+class Torn(Exception):
+    """What ends a step."""
+
+
+def tear(*args: object) -> NoReturn:
+    raise Torn
+
+
+class TornBackward(torch.autograd.Function):
+    """Nothing in a forward; its backward fails."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> NoReturn:
+        raise Torn
+
+
+class Layers(nn.Module):
+    """Two units, between which a backward may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2))
+        self.torn = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.torn:
+            x = TornBackward.apply(x)
+        result: Tensor = self.layers[1](x)
+        return result
+
+
+def abandoned(stage: int, where: str) -> list[str]:
+    """What is not as in a plain module, in which it trains again under another engine."""
+    torch.manual_seed(0)
+    model = Layers()
+    x, objects = torch.randn(4, 8), list(model.parameters())
+    shapes = [parameter.shape for parameter in objects]
+    engine = ZeroEngine(model, {"stage": stage, "units": {"patterns": ["layers.*"]}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.attach(optimizer)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    hook = model.layers[1].register_forward_pre_hook(tear) if where == "forward" else None
+    model.torn = where == "backward"
+    if where in ("forward", "backward"):
+        with pytest.raises(Torn):
+            model(x).sum().backward()
+    elif where == "gradients":
+        model(x).sum().backward()
+    if hook is not None:
+        hook.remove()
+    model.torn = False
+    engine.abandon("a test")
+    wrong = []
+    if [parameter.shape for parameter in model.parameters()] != shapes or list(model.parameters()) != objects:
+        wrong.append("parameters")
+    if any(type(parameter) is not nn.Parameter or parameter.grad is not None for parameter in objects):
+        wrong.append("classes or gradients")
+    if any(child._forward_hooks or child._forward_pre_hooks for child in model.modules()):
+        wrong.append("hooks")
+    with pytest.raises(RuntimeError, match="an engine that has ended: a test"):
+        optimizer.step()
+    for parameter in objects:
+        nn.init.ones_(parameter.data)
+    plain = model(x)
+    again = ZeroEngine(model, {"stage": stage})
+    if not torch.equal(model(x), plain):
+        wrong.append("another engine's forward")
+    again.close()
+    engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("where", ["rest", "forward", "backward", "gradients"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_abandoned_module_is_plain(ranks: Launcher, stage: int, where: str) -> None:
+    for wrong in ranks(2)(abandoned, stage, where):
+        assert not wrong
