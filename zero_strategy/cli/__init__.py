@@ -11,6 +11,7 @@ zero-strategy checkpoint prune DIR         remove old checkpoints
 zero-strategy checkpoint merge DIR ...     make an ordinary checkpoint of the pieces that ranks wrote
 zero-strategy plan MODEL                   what every rank of a run will hold, and whether it fits
 zero-strategy verify FACTORY               prove that a configuration trains your model as one plain process does
+zero-strategy run SCRIPT                   start processes; when one dies the others go on, and it is started again
 zero-strategy replay RUN --step N          train a step of a recorded run again, and compare its bits
 zero-strategy replay RUN --bisect OTHER    find where two recorded runs part
 zero-strategy report RUN_DIR               a recorded run as an HTML page
@@ -55,6 +56,7 @@ _COMMANDS = {
     "config": Command("config", "add_config_commands", "run_config_command"),
     "plan": Command("plan", "add_plan_command", "run_plan_command"),
     "verify": Command("verify", "add_verify_command", "run_verify_command"),
+    "run": Command("run", "add_run_command", "run_run_command"),
     "replay": Command("replay", "add_replay_command", "run_replay_command"),
     "report": _REPORT,
     "trace": _REPORT,

@@ -139,7 +139,7 @@ class Run:
                     return train(self, *args, **kwargs)
             except Exception as error:
                 self._check_goes_on(error)
-                _logger.warning("%s: this process goes on", error)
+                _logger.warning("%s: this process goes on", str(error).partition("\n")[0])  # then come torch's frames
                 # Those who came know that answer of the lighthouse, and form by it.
                 known = error.world if isinstance(error, MembersChangedError) else None
                 # Its frames have the model and the engine.
@@ -209,7 +209,7 @@ def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.
         )
     address = os.environ.get(ADDRESS, "127.0.0.1")
     membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address)
-    folder = Path(os.environ.get(MEMORY) or _memory_folder()) / f"zero_strategy.{values[RUN]}"
+    folder = memory_folder() / f"zero_strategy.{values[RUN]}"
     run = Run(membership, MemoryCopies(folder))
     try:
         return run.call(train, int(values[RANKS]), *args, **kwargs)
@@ -217,5 +217,6 @@ def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.
         run.close()
 
 
-def _memory_folder() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+def memory_folder() -> Path:
+    """Memory file system of this host, where copies outlive processes."""
+    return Path(os.environ.get(MEMORY) or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))

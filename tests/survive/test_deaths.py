@@ -1,0 +1,63 @@
+"""Processes die in each phase of a step; the others end in the bits of a run that nobody has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.survive.deaths import Deaths, train
+
+pytest.importorskip("torchft")
+
+STEPS = 24
+PHASES = ("forward", "backward", "before the step", "after the step", "copy", "commit", "restore")
+
+
+def run(folder: Path, config: dict[str, Any], deaths: list[list[Any]], ranks: int, steps: int = STEPS) -> str:
+    """What a run prints; its processes leave digests in the folder."""
+    command = [
+        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "-m", "tests.survive.deaths",
+        str(folder), json.dumps(config), str(steps), json.dumps(deaths),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stderr
+
+
+def undisturbed(folder: Path, config: dict[str, Any], steps: int = STEPS) -> str:
+    """The digest of one process that nothing disturbs."""
+    return train(None, config, steps, Deaths(folder, []), lambda **_: None)
+
+
+def digests(folder: Path) -> set[str]:
+    return {file.read_text() for file in folder.glob("*.digest")}
+
+
+def kept_in_memory() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("zero_strategy.*")]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deaths_in_every_phase(tmp_path: Path, stage: int) -> None:
+    # Only the first rank commits.
+    deaths: list[list[Any]] = [
+        [2 + 3 * number, phase, 0 if phase == "commit" else number % 2] for number, phase in enumerate(PHASES[:-1])
+    ]
+    # Of one that begins anew, since one has died in this step before.
+    deaths.append([2, "restore", 1])
+    said = run(tmp_path, {"stage": stage}, deaths, 3)
+    assert len(list(tmp_path.glob("death*"))) == len(deaths), said
+    assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": stage})}
+
+
+def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
+    deaths: list[list[Any]] = [[4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
+    run(tmp_path, {"stage": 2}, deaths, 3)
+    assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 2})}
