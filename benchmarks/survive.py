@@ -182,7 +182,7 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine.attach(optimizer)
     batch = torch.randint(0, 256, (options.rows, 129), generator=torch.Generator().manual_seed(rank))
-    world = World(1, rank, [Member(f"{n:06d}:x", own_card(), "127.0.0.1", 1, 1) for n in range(ranks)])
+    world = World(1, rank, [Member(f"{n:06d}:x", own_card(), "127.0.0.1", 1, "", 1) for n in range(ranks)])
     copies = MemoryCopies(Path(f"/dev/shm/zero_strategy.cost{os.getppid()}"))
     steps, taken = list[float](), list[float]()
     for turn in range(options.rounds + 2):

@@ -27,6 +27,8 @@ from zero_strategy.checkpoint.plan import CheckpointPlan
 from zero_strategy.checkpoint.ranges import rank_path, small_path
 from zero_strategy.runtime.host_bytes import Seen, as_bytes, memory_of
 
+KEPT = ".kept"
+"""Beginning of a file's name whose memory somebody keeps for the next copy."""
 _CHUNK_BYTES = 1 << 20
 """Copied while it is in the cache, where its checksum has brought it."""
 
@@ -104,7 +106,7 @@ class MemoryPieceWriter(PieceWriter):
         """Remove what ranks of an earlier checkpoint have left, who are gone."""
         if self._first:
             for path in self.directory.iterdir():
-                if path.name not in (self.folder, MANIFEST_NAME):
+                if path.name not in (self.folder, MANIFEST_NAME) and not path.name.startswith(KEPT):
                     remove(path)
 
     def _seal(self, manifest: bytes, small: Mapping[str, bytes]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.folders import make_signed
 from zero_strategy.checkpoint.manifest import Manifest
 from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter
@@ -25,6 +26,7 @@ from zero_strategy.checkpoint.storage import Folder
 from zero_strategy.checkpoint.writer import SaveWriter
 from zero_strategy.comm.store import SaveBoard
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.survive.buddies import Buddies
 from zero_strategy.survive.membership import World
 
 _TURN, _STATE = "turn", "state"
@@ -67,6 +69,8 @@ class MemoryCopies:
     def __init__(self, folder: Path) -> None:
         self.folder, self.turn = folder, 0
         self._files: dict[int, Path] = {}
+        self._buddies: Buddies | None = None
+        self._buddies_for = ""
         make_signed(folder, exist_ok=True)
 
     def take(self, engine: ZeroEngine, world: World, state: Mapping[str, Any]) -> None:
@@ -83,6 +87,10 @@ class MemoryCopies:
         turn = self.turn + 1
         number = turn % _TURNS
         directory = self.folder / str(number)
+        buddies, watchdog = self._buddies_of(world), engine.mesh.watchdog
+        # Before the one before that goes: the last one has to be with the buddies.
+        buddies.wait(lambda: None if watchdog is None else watchdog.check())
+        buddies.make_room(directory)
 
         def writer(board: SaveBoard, token: str) -> SaveWriter:
             made = MemoryPieceWriter(
@@ -93,11 +101,23 @@ class MemoryCopies:
             return made
 
         engine.saver.save(
-            directory, user={_TURN: turn, _STATE: dict(state)}, extra_files={}, own_files={},
+            f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state)}, extra_files={}, own_files={},
             counters=engine.steps.counters(), optimizers=True, update_latest=False, asynchronous=False,
             weights_dtype=None, writer=writer,
         )  # fmt: skip
         self.turn = turn
+        file = self._files[number]
+        small = file.parent / "files" / random_state.path_of(world.rank)
+        buddies.start(directory, file, [small] if small.exists() else [])
+
+    def _buddies_of(self, world: World) -> Buddies:
+        if self._buddies is None or self._buddies_for != world.key:
+            self._buddies, self._buddies_for = Buddies(world), world.key
+        return self._buddies
+
+    def leave(self) -> None:
+        """The formation is no more; what still travels in it is of no use, and is not waited for."""
+        self._buddies = None
 
     def restore(self, engine: ZeroEngine) -> dict[str, Any] | None:
         """Load the newest copy that is whole, on any hosts; None: there is none. A collective.

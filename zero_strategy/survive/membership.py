@@ -41,6 +41,7 @@ class Member:
         card: Identity of the process on its host.
         address: Of its host.
         port: Of its key-value store.
+        memory: Folder of the run's copies there.
         asked: How often it has asked for a quorum.
     """
 
@@ -48,12 +49,18 @@ class Member:
     card: ProcessCard
     address: str
     port: int
+    memory: str
     asked: int
 
     @property
     def place(self) -> int:
         """Number among those that were launched."""
         return int(self.name.partition(":")[0])
+
+    @property
+    def host(self) -> str:
+        """A name of its host; processes of one see the same copies."""
+        return f"{self.card.host} {self.memory}"
 
     @property
     def is_gone(self) -> bool:
@@ -94,7 +101,14 @@ class World:
     @property
     def local_rank(self) -> int:
         """Number of this rank on its host."""
-        return sum(each.card.host == self.me.card.host for each in self.members[: self.rank])
+        return sum(each.host == self.me.host for each in self.members[: self.rank])
+
+    def hosts(self) -> list[list[int]]:
+        """Ranks of each host, in the order of their first ones."""
+        found: dict[str, list[int]] = {}
+        for rank, each in enumerate(self.members):
+            found.setdefault(each.host, []).append(rank)
+        return list(found.values())
 
     def gone(self) -> list[int]:
         """Ranks whose processes are known to have ended."""
@@ -108,19 +122,20 @@ class Membership:
         lighthouse: Its address.
         place: This process's number.
         address: Under which the others reach this host.
+        memory: Folder of the run's copies.
 
     Raises:
         ImportError: If torchft is not installed.
         ValueError: If the lighthouse cannot be reached.
     """
 
-    def __init__(self, lighthouse: str, place: int, address: str) -> None:
+    def __init__(self, lighthouse: str, place: int, address: str, memory: str) -> None:
         coordination = _coordination()
         # Ranks follow from the places, whose numbers have to sort as names.
         self.name = f"{place:06d}:{uuid.uuid4().hex[:8]}"
         # Every process has a store, and the first member's is used: whoever dies, the next formation has one.
         self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        self._card, self._address, self._asked = own_card(), address, 0
+        self._card, self._address, self._memory, self._asked = own_card(), address, memory, 0
         seconds = timedelta(seconds=_CONNECT_SECONDS)
         try:
             self._client = coordination.LighthouseClient(lighthouse, seconds)
@@ -142,7 +157,7 @@ class Membership:
             RuntimeError, TimeoutError: If the lighthouse does not answer.
         """
         self._asked += 1
-        own = json.dumps([*self._card, self._address, self._asked])
+        own = json.dumps([*self._card, self._address, self._memory, self._asked])
         found = self._client.quorum(
             self.name, timedelta(seconds=_QUORUM_SECONDS), address=own,
             store_address=str(self.store.port), step=step, world_size=1, shrink_only=False,
@@ -170,8 +185,9 @@ class Membership:
 
 
 def _member(found: Any) -> Member:
-    host, pid, started, address, asked = json.loads(found.address)
-    return Member(found.replica_id, ProcessCard(host, pid, started), address, int(found.store_address), asked)
+    host, pid, started, address, memory, asked = json.loads(found.address)
+    card = ProcessCard(host, pid, started)
+    return Member(found.replica_id, card, address, int(found.store_address), memory, asked)
 
 
 def _coordination() -> Any:

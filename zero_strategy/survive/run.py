@@ -69,13 +69,14 @@ class Run:
         watchdog: Settings for `watchdog`, by which a death is noticed soon.
     """
 
-    watchdog: Mapping[str, Any] = {"wait_seconds": 0.6, "silence_seconds": 2.0}
+    watchdog: Mapping[str, Any] = {"wait_seconds": 0.6, "silence_seconds": 2.0, "unheard_seconds": 5.0}
 
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
         self._membership, self._copies = membership, copies
         self.world: World = World(0, 0, [])
         self.beginnings, self._step = 0, 0
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
+        self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
 
     @property
@@ -116,12 +117,31 @@ class Run:
         """
         self._step = engine.steps.taken
         # The lighthouse answers when all have asked: meanwhile this rank copies.
-        asked: Future[World] = self._asking.submit(self._membership.quorum, self._step)
+        self._ask()
         self._copies.take(engine, self.world, state)
-        if (found := asked.result()).number != self.world.number:
+        if (found := self._answer()).number != self.world.number:
             before, now = ({each.name for each in world.members} for world in (self.world, found))
             text = f"after step {self._step} {len(now - before)} came and {len(before - now)} went"
             raise MembersChangedError(text, found)
+
+    def _ask(self) -> Future[World]:
+        """Ask who is there, unless the answer to an earlier question is still to come.
+
+        Each rank asks once for each answer that all wait for: of one that asked twice the first question would be
+        answered, too, and the others would form without waiting for the second.
+        """
+        if self._asked is None:
+            self._asked = self._asking.submit(self._membership.quorum, self._step)
+        return self._asked
+
+    def _answer(self) -> World:
+        asked, world = self._ask(), None
+        try:
+            world = asked.result()
+        finally:
+            if asked.done():  # not after a Ctrl-C
+                self._asked = None
+        return world
 
     def call(self, train: Callable[Concatenate[Run, P], T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function until it returns.
@@ -145,7 +165,7 @@ class Run:
                 # Its frames have the model and the engine.
                 traceback.clear_frames(error.__traceback__)
             self._leave()
-            world = known or self._membership.quorum(self._step)
+            world = known or self._answer()
 
     @contextmanager
     def _ended(self) -> Iterator[None]:
@@ -173,6 +193,7 @@ class Run:
         for engine in list(self._engines):
             engine.abandon("ranks have changed")
         self._engines.clear()
+        self._copies.leave()
         dissolve()
         gc.collect()
 
@@ -208,8 +229,8 @@ def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.
             "--nproc-per-node N script.py`"
         )
     address = os.environ.get(ADDRESS, "127.0.0.1")
-    membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address)
     folder = memory_folder() / f"zero_strategy.{values[RUN]}"
+    membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
     run = Run(membership, MemoryCopies(folder))
     try:
         return run.call(train, int(values[RANKS]), *args, **kwargs)
