@@ -145,6 +145,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "8",
     ),
     "reproducible.seed": ("of the random numbers of slots; none: torch's initial seed on rank 0", "42"),
+    "survive.enabled": ("go on in the same processes when some of them die, and take new ones in", "true"),
 }
 SECTIONS = {
     "": ("Sharding and optimizers", "Keys of the top level."),
@@ -164,6 +165,7 @@ SECTIONS = {
     "watchdog": ("watchdog", "See [finding hangs](../guides/hangs.md)."),
     "diagnostics": ("diagnostics", "See [measuring time and memory](../guides/measuring.md)."),
     "reproducible": ("reproducible", "See [the same bits on any number of ranks](../guides/reproducible.md)."),
+    "survive": ("survive", "Training that goes on when processes die."),
 }
 TYPES = {"pipeline.schedule": "str", "pipeline.partition": "str"}
 PREFACE = """\
@@ -201,6 +203,7 @@ Some settings have a short form:
 | --- | --- |
 | `activation_checkpointing: full` | `activation_checkpointing: {mode: full}`; `true` is `full` |
 | `watchdog: strict` | `watchdog: {mode: strict}` |
+| `survive: true` | `survive: {enabled: true}` |
 | `offload: cpu` | `offload: {optimizer: cpu}`, and at stage 3 `parameters: cpu` as well; likewise `nvme` |
 | `nvme_path: /local_nvme` | `nvme_path: [/local_nvme]`; the same for every list of strings |
 

@@ -24,5 +24,5 @@ def test_types_are_those_of_the_fields_or_what_stands_for_them() -> None:
         wanted: set[Any] = {hint, type(None)} | set(get_args(hint) if type(None) in get_args(hint) else ())
         if is_section(hint):
             wanted |= {dict[str, Any]} | ({str} if hint.scalar else set()) | ({bool} if hint.booleans else set())
-            wanted |= {int} if hint.scalar == "slots" else set()
+            wanted |= {int} if hint.scalar == "slots" else {bool} if hint.scalar == "enabled" else set()
         assert set(get_args(hints[field.name])) <= wanted and type(None) in get_args(hints[field.name]), field.name

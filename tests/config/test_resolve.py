@@ -299,3 +299,16 @@ def test_explain_marks_numbers_of_another_activation_mode():
     assert table["activation_checkpointing.budget"][1].endswith("(no effect: mode is 'full')")
     table = rows(resolve(load_config(activation_checkpointing={"mode": "every_n", "every_n": 3}), 1).explain())
     assert "no effect" not in table["activation_checkpointing.every_n"][1]
+
+
+def test_a_death_is_noticed_soon_where_others_go_on_after_it():
+    watchdog = resolve(load_config(survive=True), 2).config.watchdog
+    assert (watchdog.wait_seconds, watchdog.silence_seconds) == (0.6, 2.0)
+    assert resolve(load_config(survive=True), 2).config.origin_of("watchdog.wait_seconds").startswith("derived: ")
+    watchdog = resolve(load_config(survive={"enabled": True}, watchdog={"wait_seconds": 3.0}), 2).config.watchdog
+    assert (watchdog.wait_seconds, watchdog.silence_seconds) == (3.0, 2.0)
+    assert resolve(load_config(survive=False), 2).config.watchdog.wait_seconds == 3.0
+    with pytest.raises(ValueError, match=r"survive\.enabled is True .*watchdog\.mode is 'off'"):
+        resolve(load_config(survive=True, watchdog="off"), 2)
+    with pytest.raises(TypeError, match=r"survive is 'yes'"):
+        load_config(survive="yes")

@@ -24,6 +24,7 @@ from zero_strategy.config import (
     PipelineConfig,
     PrecisionConfig,
     ReproducibleConfig,
+    SurviveConfig,
     UnitsConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -46,6 +47,7 @@ SECTIONS = {
     "watchdog": WatchdogConfig,
     "diagnostics": DiagnosticsConfig,
     "reproducible": ReproducibleConfig,
+    "survive": SurviveConfig,
 }
 
 DEFAULTS = {
@@ -134,6 +136,7 @@ DEFAULTS = {
     "diagnostics.journal_factory": "",
     "reproducible.slots": 0,
     "reproducible.seed": None,
+    "survive.enabled": False,
     "elementwise_optimizers": [],
     "matrix_optimizers": [],
     "matrix_parameters": [],

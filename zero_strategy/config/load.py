@@ -35,6 +35,7 @@ from zero_strategy.config.schema import (
     PipelineConfig,
     PrecisionConfig,
     ReproducibleConfig,
+    SurviveConfig,
     UnitsConfig,
     WatchdogConfig,
     ZeroConfig,
@@ -110,6 +111,7 @@ class ZeroSettings(TypedDict, total=False):
         watchdog: How ranks notice that one has failed or does something else: "off", "default", "strict", or more.
         diagnostics: What is written down of a run.
         reproducible: Micro-batches of a step, over all ranks, so that bits do not depend on the ranks: 8, or more.
+        survive: Go on with the processes that are left when some die.
         elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
         matrix_optimizers: Class names of optimizers that need whole matrices, such as Shampoo.
         matrix_parameters: Patterns of the names of matrices that share buckets with each other alone; default: none,
@@ -140,6 +142,7 @@ class ZeroSettings(TypedDict, total=False):
     watchdog: WatchdogConfig | dict[str, Any] | str | None
     diagnostics: DiagnosticsConfig | dict[str, Any] | None
     reproducible: ReproducibleConfig | dict[str, Any] | int | None
+    survive: SurviveConfig | dict[str, Any] | bool | None
     elementwise_optimizers: list[str] | None
     matrix_optimizers: list[str] | None
     matrix_parameters: list[str] | None
@@ -316,7 +319,7 @@ def _scalar_types(section: type[Section]) -> tuple[type, ...]:
     """Types of a value that stands for a whole section."""
     # A number alone: YAML's words and truth values are of sections with modes.
     hint = {field.name: hint for field, hint in typed_fields(section)}[section.scalar]
-    return (int,) if hint is int else (str, bool)
+    return (hint,) if hint in (int, bool) else (str, bool)
 
 
 def _offloaded_as(value: str | bool, layer: Layer) -> Iterator[tuple[str, Setting]]:

@@ -90,6 +90,7 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
     _resolve_gradients(config)
     _resolve_pipeline(config)
     _check_slots(config, world_size)
+    _resolve_watchdog(config)
     if config.activation_checkpointing.budget is None:
         origin = "derived: half, or more where units take more even if all are computed again"
         config.activation_checkpointing.record("budget", DEFAULT_BUDGET, origin)
@@ -243,6 +244,24 @@ def _check_slots(config: ZeroConfig, world_size: int) -> None:
         if wrong:
             value = config.mesh.tensor if key == "mesh.tensor" else dict(config.settings())[key].value
             raise ValueError(f"reproducible.slots is {slots} [{origin}], and {key} is {value!r}: {why}")
+
+
+_SOON = {"wait_seconds": 0.6, "silence_seconds": 2.0}
+"""Settings of `watchdog` by which a death is noticed soon."""
+
+
+def _resolve_watchdog(config: ZeroConfig) -> None:
+    """Let a death be noticed soon where others go on after it."""
+    if not config.survive.enabled:
+        return
+    if config.watchdog.mode == "off":
+        raise ValueError(
+            f"survive.enabled is True [{config.origin_of('survive.enabled')}], and watchdog.mode is 'off' "
+            f"[{config.origin_of('watchdog.mode')}]: deaths are what the watchdog finds; leave watchdog out"
+        )
+    for name, seconds in _SOON.items():
+        if config.origin_of(f"watchdog.{name}") == DEFAULT:
+            config.watchdog.record(name, seconds, "derived: survive.enabled is True")
 
 
 _ALL = 1 << 62

@@ -427,6 +427,18 @@ class ReproducibleConfig(Section):
 
 
 @dataclass
+class SurviveConfig(Section):
+    """Training that goes on in the same processes when some of them die."""
+
+    prefix: ClassVar[str] = "survive."
+    scalar: ClassVar[str] = "enabled"
+
+    enabled: bool = False
+    """Go on with the processes that are left, from a copy in memory of the last step, and take new ones in. Needs a
+    launcher that starts a lighthouse. May be written as ``survive: true``."""
+
+
+@dataclass
 class DiagnosticsConfig(Section):
     """Record of a run: where the time and the memory of its steps go."""
 
@@ -549,6 +561,9 @@ class ZeroConfig(Section):
 
     reproducible: ReproducibleConfig = field(default_factory=ReproducibleConfig)
     """The same bits on any number of ranks."""
+
+    survive: SurviveConfig = field(default_factory=SurviveConfig)
+    """What happens when processes die."""
 
     elementwise_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so
