@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -11,6 +12,7 @@ from zero_strategy.integrations.lightning.callbacks import BatchEnd, NormLogging
 from zero_strategy.integrations.lightning.namespaces import OfTheTrainerInUse
 from zero_strategy.integrations.lightning.pipeline import TrainerPipeline
 from zero_strategy.integrations.lightning.precision import TrainerPrecision
+from zero_strategy.integrations.lightning.surviving import CopiesInMemory
 from zero_strategy.integrations.lightning.trainer import TrainerStrategy
 
 
@@ -20,6 +22,10 @@ class ZeroPrecision(TrainerPrecision, Precision):
 
 class SaveOnSignal(BatchEnd, Callback):
     """Added to the Trainer's callbacks during a fit."""
+
+
+class CopyInMemory(CopiesInMemory, Checkpoint):
+    """Added to the Trainer's callbacks during a fit that survives deaths; a `Checkpoint` comes after other callbacks."""
 
 
 class ParameterNorms(NormLogging, Callback):
@@ -44,6 +50,7 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
 
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
+    copies_class = CopyInMemory
     sigterm_exception = SIGTERMException
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,21 @@ class Found:
     needed: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy that is whole, its files being on one host or several.
+
+    Attributes:
+        turn: Its number.
+        state: What `take` was given.
+        reader: Reads it.
+    """
+
+    turn: int
+    state: Mapping[str, Any]
+    reader: PieceReader
+
+
 class MemoryCopies:
     """Copies of one run on this host.
 
@@ -73,13 +88,20 @@ class MemoryCopies:
         self._buddies_for = ""
         make_signed(folder, exist_ok=True)
 
-    def take(self, engine: ZeroEngine, world: World, state: Mapping[str, Any]) -> None:
+    def take(
+        self,
+        engine: ZeroEngine,
+        world: World,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Write the next copy. A collective.
 
         Args:
             engine: At the end of a step.
             world: Its ranks.
             state: What the training function needs to go on, JSON-able.
+            extra_files: Small files beside it, given on rank 0.
 
         Raises:
             OSError: On all ranks, if a host has no memory left for it; the one before is there.
@@ -101,7 +123,8 @@ class MemoryCopies:
             return made
 
         engine.saver.save(
-            f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state)}, extra_files={}, own_files={},
+            f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state)}, extra_files=extra_files or {},
+            own_files={},
             counters=engine.steps.counters(), optimizers=True, update_latest=False, asynchronous=False,
             weights_dtype=None, writer=writer,
         )  # fmt: skip
@@ -125,24 +148,37 @@ class MemoryCopies:
         Returns:
             The state that `take` was given.
         """
-        control = engine.mesh.world_group.control
-        everyone: list[list[Found]] = control.all_gather_objects(self._found())
-        for turn, save in _whole(everyone):
-            one = next(each for there in everyone for each in there if each.save == save)
-            directory = self.folder / str(turn % _TURNS)
-            reader = PieceReader(Folder(directory), Manifest.from_json(one.manifest, str(directory)), directory)
+        for copy in self.find(engine.mesh.world_group.control.all_gather_objects):
             try:
-                engine.load(reader)
+                engine.load(copy.reader)
             except (OSError, ValueError, RuntimeError) as error:
                 if engine.desync is not None:
                     raise
-                _logger.warning("the copy of turn %d in memory is damaged, and is not used: %s", turn, error)
+                _logger.warning("the copy of turn %d in memory is damaged, and is not used: %s", copy.turn, error)
                 continue
-            self.turn = turn
-            return dict(reader.manifest.user[_STATE])
-        # Numbers that no copy of before has.
-        self.turn = max((each.turn for there in everyone for each in there), default=0)
+            self.turn = copy.turn
+            return dict(copy.state)
         return None
+
+    def find(self, gather: Callable[[Any], list[Any]]) -> list[Copy]:
+        """Copies that are whole, the newest first. A collective.
+
+        Who loads one sets `turn` to its number, so that the next one is not written over it.
+
+        Args:
+            gather: Gives the objects of all ranks.
+        """
+        everyone: list[list[Found]] = gather(self._found())
+        copies = []
+        for turn, save in _whole(everyone):
+            one = next(each for there in everyone for each in there if each.save == save)
+            directory = self.folder / str(turn % _TURNS)
+            manifest = Manifest.from_json(one.manifest, str(directory))
+            reader = PieceReader(Folder(directory), manifest, directory)
+            copies.append(Copy(turn, manifest.user[_STATE], reader))
+        # A number that no copy of before has.
+        self.turn = max((each.turn for there in everyone for each in there), default=0)
+        return copies
 
     def remove(self) -> None:
         """The run is over: its memory goes."""

@@ -34,9 +34,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch.distributed as dist
+from typing_extensions import Self
+
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.survive.copies import MemoryCopies
+from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
 from zero_strategy.watchdog.diagnosis import DesyncError
@@ -75,9 +78,32 @@ class Run:
         self._membership, self._copies = membership, copies
         self.world: World = World(0, 0, [])
         self.beginnings, self._step = 0, 0
+        self._known: World | None = None
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+
+    @classmethod
+    def launched(cls, owner: str) -> tuple[Self, int]:
+        """The run that this process was launched for, and how many processes were.
+
+        Args:
+            owner: Who asks, for the message.
+
+        Raises:
+            ImportError: If torchft is not installed.
+            ValueError: If the launcher's variables are missing; names them.
+        """
+        values = {name: os.environ.get(name, "") for name in (LIGHTHOUSE, PLACE, RANKS, RUN)}
+        if missing := [name for name, value in values.items() if not value]:
+            raise ValueError(
+                f"{owner} needs {' and '.join(missing)} in the environment: start the script with `zero-strategy run "
+                "--nproc-per-node N script.py`"
+            )
+        address = os.environ.get(ADDRESS, "127.0.0.1")
+        folder = memory_folder() / f"zero_strategy.{values[RUN]}"
+        membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
+        return cls(membership, MemoryCopies(folder)), int(values[RANKS])
 
     @property
     def rank(self) -> int:
@@ -115,11 +141,58 @@ class Run:
             MembersChangedError: If others are; it must leave the function, which then begins anew.
             OSError: If a host has no memory left for the copy.
         """
+        self.copy(engine, state)
+        self.check_members()
+
+    def find(self) -> Copy | None:
+        """The newest copy that is whole, which the caller loads. A collective of the default process group."""
+
+        def gather(own: Any) -> list[Any]:
+            found: list[Any] = [None] * self.world_size
+            dist.all_gather_object(found, own)
+            return found
+
+        copies = self._copies.find(gather)
+        if not copies:
+            return None
+        self._copies.turn = copies[0].turn
+        return copies[0]
+
+    def copy(
+        self,
+        engine: ZeroEngine,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes] | None = None,
+        *,
+        asks: bool = True,
+    ) -> None:
+        """Copy the state; `check_members` tells later who is there. A collective.
+
+        Args:
+            engine: The training.
+            state: What the function needs to go on from here, JSON-able.
+            extra_files: Small files beside it, given on rank 0.
+            asks: Ask who is there; False where nobody would look for a while, as new ones wait for those who know.
+
+        Raises:
+            OSError: If a host has no memory left for the copy.
+        """
         self._step = engine.steps.taken
         # The lighthouse answers when all have asked: meanwhile this rank copies.
-        self._ask()
-        self._copies.take(engine, self.world, state)
-        if (found := self._answer()).number != self.world.number:
+        if asks:
+            self._ask()
+        self._copies.take(engine, self.world, state, extra_files)
+        if asks:
+            self._known = self._answer()
+
+    def check_members(self) -> None:
+        """Raise if others are there than those of this world.
+
+        Raises:
+            MembersChangedError: Then; it must leave the function, which then begins anew.
+        """
+        found, self._known = self._known, None
+        if found is not None and found.number != self.world.number:
             before, now = ({each.name for each in world.members} for world in (self.world, found))
             text = f"after step {self._step} {len(now - before)} came and {len(before - now)} went"
             raise MembersChangedError(text, found)
@@ -152,10 +225,10 @@ class Run:
         """
         world = self._membership.first_quorum(ranks, _START_SECONDS)
         while True:
-            self.world, self.beginnings = world, self.beginnings + 1
+            self.world, self.beginnings, self._known = world, self.beginnings + 1, None
             try:
                 form(self._membership, world, DEFAULT_TIMEOUT)
-                with self._ended():
+                with self.ended():
                     return train(self, *args, **kwargs)
             except Exception as error:
                 self._check_goes_on(error)
@@ -164,11 +237,11 @@ class Run:
                 known = error.world if isinstance(error, MembersChangedError) else None
                 # Its frames have the model and the engine.
                 traceback.clear_frames(error.__traceback__)
-            self._leave()
+            self.leave()
             world = known or self._answer()
 
     @contextmanager
-    def _ended(self) -> Iterator[None]:
+    def ended(self) -> Iterator[None]:
         """Inside is the function; the groups of a run that is over end together."""
         yield
         for engine in list(self._engines):
@@ -188,7 +261,7 @@ class Run:
                 raise error
             time.sleep(0.05)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Let go of the engines and groups of a world that is no more."""
         for engine in list(self._engines):
             engine.abandon("ranks have changed")
@@ -222,18 +295,9 @@ def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.
         ImportError: If torchft is not installed.
         ValueError: If the launcher's variables are missing; names them.
     """
-    values = {name: os.environ.get(name, "") for name in (LIGHTHOUSE, PLACE, RANKS, RUN)}
-    if missing := [name for name, value in values.items() if not value]:
-        raise ValueError(
-            f"survive() needs {' and '.join(missing)} in the environment: start the script with `zero-strategy run "
-            "--nproc-per-node N script.py`"
-        )
-    address = os.environ.get(ADDRESS, "127.0.0.1")
-    folder = memory_folder() / f"zero_strategy.{values[RUN]}"
-    membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
-    run = Run(membership, MemoryCopies(folder))
+    run, ranks = Run.launched("survive()")
     try:
-        return run.call(train, int(values[RANKS]), *args, **kwargs)
+        return run.call(train, ranks, *args, **kwargs)
     finally:
         run.close()
 

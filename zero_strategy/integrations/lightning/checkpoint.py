@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from zero_strategy.checkpoint import StateReader, random_state
 from zero_strategy.checkpoint.load import open_together
+from zero_strategy.checkpoint.piece_reader import check_one_save
 from zero_strategy.checkpoint.save_job import remove_remote
 from zero_strategy.checkpoint.storage import is_remote
 from zero_strategy.comm.store import together
@@ -49,6 +50,7 @@ from zero_strategy.integrations.lightning.checkpoint_dict import (
     StateOnDemand,
     StoredWeights,
     check_options,
+    checkpoint_of,
     describe,
     is_directory_checkpoint,
     load_own,
@@ -65,6 +67,8 @@ from zero_strategy.integrations.lightning.uneven import bare, bare_state
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.integrations.lightning.surviving import SurvivingFit
 else:
     _Base = object
 
@@ -77,6 +81,7 @@ class TrainerCheckpoints(_Base):
 
     engine: ZeroEngine | None
     load_weights_only: bool | None
+    surviving: SurvivingFit | None
     _whole_files: bool
     _told = False
     _random_state: bytes | None = None
@@ -280,6 +285,11 @@ class TrainerCheckpoints(_Base):
         self.finish_saves()
         if weights_only is None:
             weights_only = self.load_weights_only
+        if self.surviving is not None and (copied := self.surviving.reader) is not None:
+            assert self.engine is not None
+            check_one_save(self.engine, copied)  # it brings what only other hosts have
+            # Nobody else has written it: it may hold any object.
+            return self._together(lambda: self._resumed(checkpoint_of(copied, False, resumes=True), copied, False))
         if is_directory_checkpoint(checkpoint_path):
             return self._together(lambda: self._read_directory(checkpoint_path, weights_only))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
@@ -289,10 +299,15 @@ class TrainerCheckpoints(_Base):
         fits = self.engine is not None and self.lightning_module.trainer.state.fn == "fit"
         found = read_checkpoint(path, weights_only, verify=self.config.checkpoint.verify, resumes=fits)
         if self.engine is not None and fits:
-            reader = found["state_dict"].source.reader
-            give_own_states(found, reader, self.engine, weights_only)
-            if self.engine.slots.slots:
-                progress_here(found, reader.manifest.counters, self.engine.slots)
+            self._resumed(found, found["state_dict"].source.reader, weights_only)
+        return found
+
+    def _resumed(self, found: dict[str, Any], reader: StateReader, weights_only: bool | None) -> dict[str, Any]:
+        """A checkpoint dict for this rank, and this number of ranks."""
+        assert self.engine is not None
+        give_own_states(found, reader, self.engine, weights_only)
+        if self.engine.slots.slots:
+            progress_here(found, reader.manifest.counters, self.engine.slots)
         return found
 
     def _together(self, opened: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -155,7 +155,11 @@ def read_checkpoint(
     Raises:
         ValueError: If the directory is no complete checkpoint; names what is wrong.
     """
-    reader = open_any(path, verify=verify)
+    return checkpoint_of(open_any(path, verify=verify), weights_only, resumes=resumes)
+
+
+def checkpoint_of(reader: StateReader, weights_only: bool | None, *, resumes: bool = False) -> dict[str, Any]:
+    """The same of a checkpoint that is open."""
     rest: dict[str, Any] = {}
     if reader.has_manifest and LIGHTNING_FILE in reader.manifest.files:
         rest = unpack(reader.extra(LIGHTNING_FILE), f"{reader.directory}/{LIGHTNING_FILE}", weights_only)

@@ -8,6 +8,7 @@ Trainer(strategy=zero_strategy.ZeroStrategy(stage=3, prefetch=2))
 from __future__ import annotations
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,6 +17,7 @@ from zero_strategy.integrations.lightning.callbacks import BatchEnd, NormLogging
 from zero_strategy.integrations.lightning.namespaces import OfTheTrainerInUse
 from zero_strategy.integrations.lightning.pipeline import TrainerPipeline
 from zero_strategy.integrations.lightning.precision import TrainerPrecision
+from zero_strategy.integrations.lightning.surviving import CopiesInMemory
 from zero_strategy.integrations.lightning.trainer import TrainerStrategy
 
 _PUBLIC = "zero_strategy.integrations.lightning"
@@ -32,6 +34,12 @@ class ZeroPrecision(TrainerPrecision, Precision):
 
 class SaveOnSignal(BatchEnd, Callback):
     """Added to the Trainer's callbacks during a fit."""
+
+    __module__ = _PUBLIC
+
+
+class CopyInMemory(CopiesInMemory, Checkpoint):
+    """Added to the Trainer's callbacks during a fit that survives deaths; a `Checkpoint` comes after other callbacks."""
 
     __module__ = _PUBLIC
 
@@ -62,6 +70,7 @@ class ZeroStrategy(TrainerStrategy, DDPStrategy, metaclass=OfTheTrainerInUse):
 
     precision_class = ZeroPrecision
     batch_end_class = SaveOnSignal
+    copies_class = CopyInMemory
     sigterm_exception = SIGTERMException
 
 

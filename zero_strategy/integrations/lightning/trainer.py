@@ -40,6 +40,7 @@ from zero_strategy.integrations.lightning.callbacks import (
     end_children_at_exit,
 )
 from zero_strategy.integrations.lightning.checkpoint import TrainerCheckpoints
+from zero_strategy.integrations.lightning.formed import FormedEnvironment
 from zero_strategy.integrations.lightning.module_engine import OtherStrategy, end_other_engines, engine_for, engine_of
 from zero_strategy.integrations.lightning.namespaces import MODULES
 from zero_strategy.integrations.lightning.precision import TrainerPrecision, precision_of
@@ -54,6 +55,7 @@ from zero_strategy.integrations.lightning.setup import (
     trainer_facts,
 )
 from zero_strategy.integrations.lightning.slots import set_accumulation, slot_loader, start_inside
+from zero_strategy.integrations.lightning.surviving import SurvivingLauncher, devices_of
 from zero_strategy.integrations.lightning.uneven import TrainingBatches
 from zero_strategy.integrations.takeover import engines_over, hold
 
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from typing import Any as _Base
 
     from zero_strategy.integrations.lightning.callbacks import BatchEnd
+    from zero_strategy.integrations.lightning.surviving import CopiesInMemory, SurvivingFit
+    from zero_strategy.survive.membership import World
     from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
@@ -93,6 +97,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
     precision_class: ClassVar[type[TrainerPrecision]]
     batch_end_class: ClassVar[type[BatchEnd]]
     """`BatchEnd` as a callback of the Trainer's namespace."""
+    copies_class: ClassVar[type[CopiesInMemory]]
+    """`CopiesInMemory` likewise."""
     sigterm_exception: ClassVar[type[BaseException]]
     """What Lightning leaves the Trainer by."""
     compares_batches: ClassVar[bool] = True
@@ -155,11 +161,13 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._signals = SavesOnSignals(self)
         self._batches = TrainingBatches(self)
         self._slot_loss: Any = None
+        self.surviving: SurvivingFit | None = None
+        self._flag_devices: list[torch.device] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_run": None, "_optimizers": [], "lr_scheduler_configs": []}
+        return {**state, "engine": None, "_run": None, "surviving": None, "_optimizers": [], "lr_scheduler_configs": []}
 
     # ---- plugins and settings ----
 
@@ -213,6 +221,42 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         trainer = None if module is None else module._trainer
         alike = (self.config.mesh.tensor or 1) * self.config.mesh.sequence
         return {} if trainer is None else trainer_facts(trainer, count_processes(self), alike)
+
+    # ---- ranks that come and go ----
+
+    def _configure_launcher(self) -> None:
+        if self.config.survive.enabled:
+            self.cluster_environment = FormedEnvironment()
+            self._launcher = SurvivingLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        if not isinstance(self.cluster_environment, FormedEnvironment):
+            found: torch.device = super().root_device
+            return found
+        assert self.parallel_devices
+        return self.parallel_devices[self.global_rank % len(self.parallel_devices)]
+
+    def enter(self, world: World) -> None:
+        """Let Lightning see the ranks of a world that has formed."""
+        environment = self.cluster_environment
+        assert isinstance(environment, FormedEnvironment)
+        self._flag_devices = self._flag_devices or list(self.parallel_devices)
+        environment.world = world
+        self.num_nodes = 1  # devices are those of all hosts
+        self.parallel_devices = devices_of(self._flag_devices, environment)
+        self.set_world_ranks()
+
+    def leave(self) -> None:
+        """Forget the world of `enter`, which is no more; who calls it abandons the engine."""
+        self._signals.forget()
+        self._failure.forget()
+        self._failed, self._run, self._drained, self._slot_loss = False, None, True, None
+        self._random_state, self._loader_states = None, ()
+        self.engine, self.model = None, None
 
     # ---- set-up ----
 
@@ -272,6 +316,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         if fitting:
             self.setup_optimizers(trainer)
             connect_averages(trainer.callbacks, self.engine, self.root_device)
+            if self.surviving is not None:
+                self.surviving.set_up(self.engine)
         self.setup_precision_plugin()
 
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
@@ -371,6 +417,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         check_owned(self.config, facts)
         self._signals.watch()
         super().on_train_start()
+        if self.surviving is not None:
+            self.surviving.begin_training()
 
     def on_train_end(self) -> None:
         """After the last batch."""
@@ -466,7 +514,7 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
         if not self.engine.slots.slots or not trainer.log_every_n_steps or (stepped + 1) % trainer.log_every_n_steps:
             return
-        if (loss := self.engine.slots.step_loss()) is not None:
+        if (loss := self.engine.slots.step_loss()) is not None and (not self.surviving or self.surviving.logs(stepped)):
             for logger in trainer.loggers if trainer.is_global_zero else ():
                 logger.log_metrics({"zero/loss": float(loss)}, step=stepped)
 
