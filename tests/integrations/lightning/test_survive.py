@@ -128,8 +128,10 @@ class Fit:
         (1, "3.1", {}),
         (2, "0.1", {"STAGE": "2"}),
         (1, "5.0", {"STAGE": "1"}),
+        (1, "validation.5", {}),
+        (2, "validation.10", {}),
     ],
-    ids=["in a step", "in the first step", "in the next epoch"],
+    ids=["in a step", "in the first step", "in the next epoch", "in a validation", "in the last validation"],
 )
 def test_a_fit_goes_on_without_a_rank(
     nursery: Nursery,
@@ -148,8 +150,9 @@ def test_a_fit_goes_on_without_a_rank(
     # Each step once, in their order: also the one that was computed again.
     assert found[0]["curve"] == undisturbed["curve"]
     with next(tmp_path.glob("0/**/metrics.csv")).open() as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
-    assert steps == list(range(undisturbed["step"]))
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss"]] == list(range(undisturbed["step"]))
+    assert [int(row["step"]) for row in rows if row["val_loss"]] == [4, 9]
 
 
 def test_another_process_logs_on_where_the_first_has_died(

@@ -289,7 +289,9 @@ class TrainerCheckpoints(_Base):
             assert self.engine is not None
             check_one_save(self.engine, copied)  # it brings what only other hosts have
             # Nobody else has written it: it may hold any object.
-            return self._together(lambda: self._resumed(checkpoint_of(copied, False, resumes=True), copied, False))
+            found = self._together(lambda: self._resumed(checkpoint_of(copied, False, resumes=True), copied, False))
+            self.surviving.go_on_after(found)
+            return found
         if is_directory_checkpoint(checkpoint_path):
             return self._together(lambda: self._read_directory(checkpoint_path, weights_only))
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)

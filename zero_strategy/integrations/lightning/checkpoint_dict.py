@@ -159,7 +159,7 @@ def read_checkpoint(
 
 
 def checkpoint_of(reader: StateReader, weights_only: bool | None, *, resumes: bool = False) -> dict[str, Any]:
-    """The same of a checkpoint that is open."""
+    """The dict of `read_checkpoint`, from a checkpoint that is open."""
     rest: dict[str, Any] = {}
     if reader.has_manifest and LIGHTNING_FILE in reader.manifest.files:
         rest = unpack(reader.extra(LIGHTNING_FILE), f"{reader.directory}/{LIGHTNING_FILE}", weights_only)

@@ -39,7 +39,7 @@ class SaveOnSignal(BatchEnd, Callback):
 
 
 class CopyInMemory(CopiesInMemory, Checkpoint):
-    """Added to the Trainer's callbacks during a fit that survives deaths; a `Checkpoint` comes after other callbacks."""
+    """Added to the Trainer's callbacks during a fit that survives deaths; a `Checkpoint`, as these come last."""
 
     __module__ = _PUBLIC
 

@@ -1,8 +1,8 @@
 """A Trainer's fit that goes on in the same process when other ranks die (`survive`).
 
-Lightning lets a strategy's launcher call the fit. This one forms a world of the processes that are there, calls the fit,
-and calls it again when ranks have died or new ones wait: with the same Trainer, module, callbacks and loggers, and a
-copy in memory as the checkpoint to resume from. The copy is what a checkpoint of Lightning would be: loops' progress,
+Lightning lets a strategy's launcher call the fit. This one forms a world of the processes that are there, calls the
+fit, and calls it again when ranks have died or new ones wait: with the same Trainer, module, callbacks and loggers, and
+a copy in memory as the checkpoint to resume from. The copy is what a checkpoint of Lightning would be: loops' progress,
 states of callbacks and schedulers, and the engine's state. It is taken where such a checkpoint may lie:
 
     at the end of each step's last batch     before the validation that may follow
@@ -17,13 +17,14 @@ import contextlib
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zero_strategy.checkpoint import StateReader
+from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.lightning.checkpoint_dict import LIGHTNING_FILE, pack
 from zero_strategy.integrations.lightning.formed import FormedEnvironment
@@ -32,11 +33,14 @@ from zero_strategy.survive import Run
 
 if TYPE_CHECKING:
     from typing import Any as _Base
+
+    from zero_strategy.survive.membership import World
 else:
     _Base = object
 
-_START, _STOP = "start", "should_stop"
-"""Entries of a copy's state: that it has weights alone; that a callback has asked for the end."""
+_START, _STOP, _NEXT = "start", "should_stop", "next"
+"""Entries of a copy's state: that it has weights alone; that a callback has asked for the end; what follows."""
+_VALIDATION, _EPOCH_END = "validation", "epoch end"
 
 _logger = logging.getLogger(__name__)
 
@@ -60,18 +64,27 @@ class CopiesInMemory(_Base):
         """Copy, if the batch was a step's last."""
         loop = trainer.fit_loop.epoch_loop
         if not loop._should_accumulate():
-            # Another copy follows a validation, and an epoch's end.
-            more = loop._num_ready_batches_reached() or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-            self._fit.copy(asks=not more)
+            validates = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+            follows = _VALIDATION if validates else _EPOCH_END if loop._num_ready_batches_reached() else ""
+            # Another copy comes after what follows.
+            self._fit.copy(follows, asks=not follows)
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Let Lightning forget that it was told of a validation that was torn; see `SurvivingFit.go_on_after`."""
+        total = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        if total.ready != total.completed:
+            total.reset()
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         """Copy what the validation has changed."""
         if not trainer.sanity_checking:
             self._fit.copy(asks=not trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         """Copy what the epoch's end has changed."""
         self._fit.copy(asks=True)
+        # Schedulers of epochs that look at metrics take their step next, also where a fit has gone on just before.
+        trainer.fit_loop._restarting = False
 
 
 class _FitRun(Run):
@@ -177,7 +190,7 @@ class SurvivingFit:
         self._strategy, self._trainer, self._arguments = strategy, trainer, arguments
         self._module = strategy._lightning_module
         self._weights: StateReader | None = None
-        self._lost, self._logged = False, -1
+        self._follows, self._lost, self._logged = "", False, -1
         self._loops = copy.deepcopy(trainer.fit_loop.state_dict())
         self._callback = strategy.copies_class(self)
 
@@ -186,14 +199,16 @@ class SurvivingFit:
         trainer, strategy = self._trainer, self._strategy
         strategy.enter(self.run.world)
         _set_loops(trainer.fit_loop, self._loops)
+        # Each world has a number of its own.
         trainer.accumulate_grad_batches = 1
         arguments, found = dict(self._arguments.arguments), self.run.find()
-        self.reader = self._weights = None
+        self.reader, self._weights, self._follows = None, None, ""
         if found is not None and found.state.get(_START):
             self._weights = found.reader
         elif found is not None:
             self.reader = found.reader
-            trainer.should_stop = bool(found.state[_STOP])
+            trainer.should_stop, self._follows = bool(found.state[_STOP]), str(found.state[_NEXT])
+            trainer.fit_loop.epoch_loop.val_loop._has_run = self._follows == _EPOCH_END
             arguments["ckpt_path"] = str(found.reader.directory)
         elif self._lost and arguments.get("ckpt_path") is None:
             raise RuntimeError("ranks died before there was a copy of the first weights: start the run again")
@@ -207,17 +222,41 @@ class SurvivingFit:
             self.run.copy(engine, {_START: True}, asks=False)
 
     def begin_training(self) -> None:
-        """From now on there are copies at the end of steps."""
+        """Take copies at the end of steps from now on."""
         self._trainer.callbacks.append(self._callback)
 
-    def copy(self, *, asks: bool) -> None:
-        """Copy the training as a checkpoint would have it. A collective; see `Run.copy`."""
+    def go_on_after(self, checkpoint: dict[str, Any]) -> None:
+        """Let what followed the batch of a copy be done, where Lightning's resuming leaves it out.
+
+        A checkpoint that lies before a validation, or before an epoch's end, is one of a batch that goes on. Here it is
+        one of a batch that is complete, followed by a validation that was begun.
+        """
+        if not self._follows:
+            return
+        fit = checkpoint["loops"]["fit_loop"]
+        for counts in (fit["epoch_loop.batch_progress"][name] for name in ("total", "current")):
+            counts["completed"] = counts["processed"]
+        if self._follows == _EPOCH_END:
+            # Lightning counts this step after the hooks that save.
+            fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+            return
+        validation = fit["epoch_loop.val_loop.batch_progress"]
+        validation["total"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+        validation["current"] |= dict.fromkeys(("ready", "started", "processed", "completed"), 0)
+
+    def copy(self, follows: str = "", *, asks: bool) -> None:
+        """Copy the training as a checkpoint would have it. A collective.
+
+        Args:
+            follows: What comes next and is part of the step.
+            asks: See `Run.copy`.
+        """
         engine = self._strategy.engine
         rest: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in ("state_dict", "optimizer_states"):
             rest.pop(name, None)
         files = {LIGHTNING_FILE: pack(rest, engine.module)} if self._strategy.is_global_zero else {}
-        state = {_START: False, _STOP: bool(self._trainer.should_stop)}
+        state = {_START: False, _STOP: bool(self._trainer.should_stop), _NEXT: follows}
         self.run.copy(engine, state, files, asks=asks)
 
     def logs(self, step: int) -> bool:
@@ -253,6 +292,7 @@ class SurvivingFit:
 def _set_loops(loop: Any, state: Mapping[str, Any]) -> None:
     """Set a fit loop to where it was, as one that does not resume."""
     loop.load_state_dict(copy.deepcopy(dict(state)))
+    loop.epoch_loop.val_loop._has_run = False
     loops = [loop, loop.epoch_loop, loop.epoch_loop.val_loop]
     loops += [loop.epoch_loop.automatic_optimization, loop.epoch_loop.manual_optimization]
     for one in loops:
@@ -260,13 +300,42 @@ def _set_loops(loop: Any, state: Mapping[str, Any]) -> None:
         one.reset_restart_stage()
 
 
-def devices_of(flags: list[torch.device], environment: FormedEnvironment) -> list[torch.device]:
-    """The device of each rank of a world, those of a host being what the Trainer was given.
+def _devices_of(host: Sequence[torch.device], world: World) -> list[torch.device]:
+    """The device of each rank of a world, where each host has these."""
+    return [host[replace(world, rank=rank).local_rank % len(host)] for rank in range(world.size)]
 
-    Args:
-        flags: Devices of one host.
-        environment: Of the world.
-    """
-    world = environment.world
-    assert world is not None
-    return [flags[replace(world, rank=rank).local_rank % len(flags)] for rank in range(world.size)]
+
+class FormedRanks(_Base):
+    """Part of a strategy that shows Lightning the ranks of a world that has formed, where `survive` is set."""
+
+    config: ZeroConfig
+    cluster_environment: Any
+    parallel_devices: Any
+    _launcher: Any
+    _of_the_host: Sequence[torch.device] = ()
+
+    def _configure_launcher(self) -> None:
+        if self.config.survive.enabled:
+            self.cluster_environment = FormedEnvironment()
+            self._launcher = SurvivingLauncher(self)
+        else:
+            super()._configure_launcher()
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        if not isinstance(self.cluster_environment, FormedEnvironment):
+            found: torch.device = super().root_device
+            return found
+        devices: Sequence[torch.device] = self.parallel_devices
+        return devices[self.global_rank % len(devices)]
+
+    def enter(self, world: World) -> None:
+        """Let Lightning see these ranks."""
+        environment = self.cluster_environment
+        assert isinstance(environment, FormedEnvironment)
+        self._of_the_host = self._of_the_host or list(self.parallel_devices)
+        environment.world = world
+        self.num_nodes = 1  # devices are those of all hosts
+        self.parallel_devices = _devices_of(self._of_the_host, world)
+        self.set_world_ranks()

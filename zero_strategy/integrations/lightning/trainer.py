@@ -40,7 +40,6 @@ from zero_strategy.integrations.lightning.callbacks import (
     end_children_at_exit,
 )
 from zero_strategy.integrations.lightning.checkpoint import TrainerCheckpoints
-from zero_strategy.integrations.lightning.formed import FormedEnvironment
 from zero_strategy.integrations.lightning.module_engine import OtherStrategy, end_other_engines, engine_for, engine_of
 from zero_strategy.integrations.lightning.namespaces import MODULES
 from zero_strategy.integrations.lightning.precision import TrainerPrecision, precision_of
@@ -55,7 +54,7 @@ from zero_strategy.integrations.lightning.setup import (
     trainer_facts,
 )
 from zero_strategy.integrations.lightning.slots import set_accumulation, slot_loader, start_inside
-from zero_strategy.integrations.lightning.surviving import SurvivingLauncher, devices_of
+from zero_strategy.integrations.lightning.surviving import FormedRanks
 from zero_strategy.integrations.lightning.uneven import TrainingBatches
 from zero_strategy.integrations.takeover import engines_over, hold
 
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
 
     from zero_strategy.integrations.lightning.callbacks import BatchEnd
     from zero_strategy.integrations.lightning.surviving import CopiesInMemory, SurvivingFit
-    from zero_strategy.survive.membership import World
     from zero_strategy.verify.compare import VerifyReport
 else:
     _Base = object
@@ -84,7 +82,7 @@ class StrategySettings(ZeroSettings, total=False):
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
+class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
     """Common base of `ZeroStrategy` of both Trainer namespaces.
 
     Attributes:
@@ -162,7 +160,6 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         self._batches = TrainingBatches(self)
         self._slot_loss: Any = None
         self.surviving: SurvivingFit | None = None
-        self._flag_devices: list[torch.device] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
@@ -222,36 +219,8 @@ class TrainerStrategy(TrainerCheckpoints, TensorMesh, _Base):
         alike = (self.config.mesh.tensor or 1) * self.config.mesh.sequence
         return {} if trainer is None else trainer_facts(trainer, count_processes(self), alike)
 
-    # ---- ranks that come and go ----
-
-    def _configure_launcher(self) -> None:
-        if self.config.survive.enabled:
-            self.cluster_environment = FormedEnvironment()
-            self._launcher = SurvivingLauncher(self)
-        else:
-            super()._configure_launcher()
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        if not isinstance(self.cluster_environment, FormedEnvironment):
-            found: torch.device = super().root_device
-            return found
-        assert self.parallel_devices
-        return self.parallel_devices[self.global_rank % len(self.parallel_devices)]
-
-    def enter(self, world: World) -> None:
-        """Let Lightning see the ranks of a world that has formed."""
-        environment = self.cluster_environment
-        assert isinstance(environment, FormedEnvironment)
-        self._flag_devices = self._flag_devices or list(self.parallel_devices)
-        environment.world = world
-        self.num_nodes = 1  # devices are those of all hosts
-        self.parallel_devices = devices_of(self._flag_devices, environment)
-        self.set_world_ranks()
-
     def leave(self) -> None:
-        """Forget the world of `enter`, which is no more; who calls it abandons the engine."""
+        """Forget a world that is no more, and its fit; who calls it abandons the engine."""
         self._signals.forget()
         self._failure.forget()
         self._failed, self._run, self._drained, self._slot_loss = False, None, True, None
