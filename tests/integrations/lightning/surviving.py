@@ -56,7 +56,7 @@ class Lit(pl.LightningModule):
 
 
 class Dies(pl.Callback):
-    """Kills its own process in a step: the environment variable DIE is `global step.micro-batch`, or `validation`."""
+    """Kills its own process where the environment variable DIE says: `step.micro-batch`, or `validation.step`."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         micro = batch_idx % trainer.accumulate_grad_batches
@@ -118,7 +118,8 @@ def main(result: Path, survive: bool) -> None:
     module = Lit()
     objects = list(module.parameters())
     trainer.fit(module, DataLoader(rows, 2, shuffle=True), DataLoader(rows, 10))
-    assert list(module.parameters()) == objects and trainer.callbacks[-2:] == [saves, best], trainer.callbacks
+    kept: Any = trainer
+    assert list(module.parameters()) == objects and kept.callbacks[-2:] == [saves, best]
     found = {
         "digest": digest(module),
         "step": trainer.global_step,

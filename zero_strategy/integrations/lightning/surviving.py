@@ -328,7 +328,7 @@ class FormedRanks(_Base):
             found: torch.device = super().root_device
             return found
         devices: Sequence[torch.device] = self.parallel_devices
-        return devices[self.global_rank % len(devices)]
+        return devices[int(self.global_rank) % len(devices)]
 
     def enter(self, world: World) -> None:
         """Let Lightning see these ranks."""
