@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 def sample(step: int, slot: int) -> Tensor:
     """Rows of a slot."""
-    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step * SLOTS + slot))
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 100 + slot))
 
 
 class Deaths:
@@ -90,7 +90,7 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         deaths.rank = run.rank
         config = {**config, "watchdog": dict(run.watchdog)}
     model = Net()
-    engine = ZeroEngine(model, {**config, "reproducible": SLOTS})
+    engine = ZeroEngine(model, {"reproducible": SLOTS, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.attach(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)

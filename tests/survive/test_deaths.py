@@ -61,3 +61,10 @@ def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
     deaths: list[list[Any]] = [[4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
     run(tmp_path, {"stage": 2}, deaths, 3)
     assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 2})}
+
+
+def test_ranks_that_do_not_divide_the_slots_wait(tmp_path: Path) -> None:
+    """Of three that are left two go on, and the third joins when the fourth is there again."""
+    config = {"stage": 3, "reproducible": 8}
+    run(tmp_path, config, [[4, "backward", 1], [14, "forward", 3]], 4)
+    assert digests(tmp_path) == {undisturbed(tmp_path, config)}

@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,7 @@ class Member:
         port: Of its key-value store.
         memory: Folder of the run's copies there.
         asked: How often it has asked for a quorum.
+        slots: Micro-batches of a step, as far as it knows the training; 0: it does not, or ranks need not divide them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Member:
     port: int
     memory: str
     asked: int
+    slots: int = 0
 
     @property
     def place(self) -> int:
@@ -83,6 +85,11 @@ class World:
     members: Sequence[Member]
 
     @property
+    def names(self) -> list[str]:
+        """Members, by name."""
+        return [each.name for each in self.members]
+
+    @property
     def key(self) -> str:
         """A name of this answer of the lighthouse: the same members may form anew, where they failed to."""
         text = " ".join(f"{each.name}.{each.asked}" for each in self.members)
@@ -92,6 +99,17 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.members)
+
+    def fitting(self) -> World:
+        """The first members, as many as divide the slots of a step; the others wait until there are more, or fewer."""
+        slots = max(each.slots for each in self.members)
+        size = self.size if not slots else max(n for n in range(1, self.size + 1) if slots % n == 0)
+        return replace(self, members=self.members[:size])
+
+    @property
+    def waits(self) -> bool:
+        """True if this process is not among the members."""
+        return self.rank >= self.size
 
     @property
     def me(self) -> Member:
@@ -147,17 +165,18 @@ class Membership:
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             raise ValueError(f"{LIGHTHOUSE} is {lighthouse!r}, and no lighthouse answers there: {error}") from error
 
-    def quorum(self, step: int) -> World:
+    def quorum(self, step: int, slots: int = 0) -> World:
         """Everybody who is alive and asks. All members ask, or are given up by the lighthouse.
 
         Args:
             step: That this process has come to; for the lighthouse's page.
+            slots: See `Member`.
 
         Raises:
             RuntimeError, TimeoutError: If the lighthouse does not answer.
         """
         self._asked += 1
-        own = json.dumps([*self._card, self._address, self._memory, self._asked])
+        own = json.dumps([*self._card, self._address, self._memory, self._asked, slots])
         found = self._client.quorum(
             self.name, timedelta(seconds=_QUORUM_SECONDS), address=own,
             store_address=str(self.store.port), step=step, world_size=1, shrink_only=False,
@@ -185,9 +204,9 @@ class Membership:
 
 
 def _member(found: Any) -> Member:
-    host, pid, started, address, memory, asked = json.loads(found.address)
+    host, pid, started, address, memory, asked, slots = json.loads(found.address)
     card = ProcessCard(host, pid, started)
-    return Member(found.replica_id, card, address, int(found.store_address), memory, asked)
+    return Member(found.replica_id, card, address, int(found.store_address), memory, asked, slots)
 
 
 def _coordination() -> Any:

@@ -77,7 +77,7 @@ class Run:
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
         self._membership, self._copies = membership, copies
         self.world: World = World(0, 0, [])
-        self.beginnings, self._step = 0, 0
+        self.beginnings, self._step, self._slots = 0, 0, 0
         self._known: World | None = None
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
@@ -127,7 +127,7 @@ class Run:
         """
         self._engines.add(engine)
         found = self._copies.restore(engine)
-        self._step = engine.steps.taken
+        self._step, self._slots = engine.steps.taken, engine.slots.slots
         return dict(state or {}) if found is None else found
 
     def commit(self, engine: ZeroEngine, state: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class Run:
         Raises:
             OSError: If a host has no memory left for the copy.
         """
-        self._step = engine.steps.taken
+        self._step, self._slots = engine.steps.taken, engine.slots.slots
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
             self._ask()
@@ -192,8 +192,8 @@ class Run:
             MembersChangedError: Then; it must leave the function, which then begins anew.
         """
         found, self._known = self._known, None
-        if found is not None and found.number != self.world.number:
-            before, now = ({each.name for each in world.members} for world in (self.world, found))
+        if found is not None and found.fitting().names != self.world.names:
+            before, now = set(self.world.names), set(found.fitting().names)
             text = f"after step {self._step} {len(now - before)} came and {len(before - now)} went"
             raise MembersChangedError(text, found)
 
@@ -204,7 +204,7 @@ class Run:
         answered, too, and the others would form without waiting for the second.
         """
         if self._asked is None:
-            self._asked = self._asking.submit(self._membership.quorum, self._step)
+            self._asked = self._asking.submit(self._membership.quorum, self._step, self._slots)
         return self._asked
 
     def _answer(self) -> World:
@@ -227,7 +227,7 @@ class Run:
         while True:
             self.world, self.beginnings, self._known = world, self.beginnings + 1, None
             try:
-                form(self._membership, world, DEFAULT_TIMEOUT)
+                form(self._membership, self.world, DEFAULT_TIMEOUT)
                 with self.ended():
                     return train(self, *args, **kwargs)
             except Exception as error:
