@@ -13,7 +13,7 @@ from zero_strategy.engine import ZeroEngine
 
 
 class Torn(Exception):
-    """What ends a step."""
+    """End of a step."""
 
 
 def tear(*args: object) -> NoReturn:
@@ -49,7 +49,7 @@ class Layers(nn.Module):
 
 
 def abandoned(stage: int, where: str) -> list[str]:
-    """What is not as in a plain module, in which it trains again under another engine."""
+    """Differences from a plain module, and from one that trains again under another engine."""
     torch.manual_seed(0)
     model = Layers()
     x, objects = torch.randn(4, 8), list(model.parameters())

@@ -20,7 +20,7 @@ PHASES = ("forward", "backward", "before the step", "after the step", "copy", "c
 
 
 def run(folder: Path, config: dict[str, Any], deaths: list[list[Any]], ranks: int, steps: int = STEPS) -> str:
-    """What a run prints; its processes leave digests in the folder."""
+    """Run, and return the text on stderr; processes leave digests in the folder."""
     command = [
         sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "-m", "tests.survive.deaths",
         str(folder), json.dumps(config), str(steps), json.dumps(deaths),
