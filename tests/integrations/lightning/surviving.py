@@ -110,6 +110,7 @@ def main(result: Path, survive: bool) -> None:
         strategy=ZeroStrategy(
             stage=int(os.environ.get("STAGE", "3")), units={"min_numel": 0},
             reproducible={"slots": SLOTS, "seed": 7}, survive=survive,
+            checkpoint={"asynchronous": "BACKGROUND" in os.environ},
         ),
         accelerator="cpu", devices=1, max_epochs=2, log_every_n_steps=1, gradient_clip_val=0.5,
         logger=[curve, CSVLogger(result.parent / result.stem)], callbacks=callbacks,

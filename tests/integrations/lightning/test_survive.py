@@ -168,7 +168,7 @@ def test_another_process_logs_on_where_the_first_has_died(
 
 
 def test_a_new_process_takes_a_place(nursery: Nursery, undisturbed: dict[str, Any], tmp_path: Path) -> None:
-    fit = Fit(nursery, tmp_path, 1, "1.1", SLOW="0.1")
+    fit = Fit(nursery, tmp_path, 1, "1.1", SLOW="0.1", BACKGROUND="1")
     wait(lambda: ended(fit.victim))
     fit.pids.append(fit.start(1, name="new"))
     for each in fit.results(0, "new", 2):

@@ -84,6 +84,7 @@ class TrainerCheckpoints(_Base):
     surviving: SurvivingFit | None
     _whole_files: bool
     _told = False
+    _in_work: str | None = None
     _random_state: bytes | None = None
     _loader_states: Sequence[Any] = ()
 
@@ -160,6 +161,7 @@ class TrainerCheckpoints(_Base):
         background = self._in_background(path)
         # A save in the background gives the directory its name only at its end.
         named = background and self.is_global_zero and self._reserve_name(path)
+        self._in_work = path if background else None
         try:
             self._save(path, rest, states is not None, background)
         except BaseException:
@@ -252,6 +254,12 @@ class TrainerCheckpoints(_Base):
             for callback in trainer.checkpoint_callbacks
             if getattr(callback, "dirpath", None)
         )
+
+    def forget_save(self) -> None:
+        """Leave nothing of a save in the background whose ranks are no more, not even the name that one has taken."""
+        if self._in_work is not None:
+            _free_name(self._in_work)
+        self._in_work = None
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint of either kind, but not before the one that is being saved is there."""

@@ -223,6 +223,7 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         """Forget a world that is no more, and its fit; who calls it abandons the engine."""
         self._signals.forget()
         self._failure.forget()
+        self.forget_save()
         self._failed, self._run, self._drained, self._slot_loss = False, None, True, None
         self._random_state, self._loader_states = None, ()
         self.engine, self.model = None, None
