@@ -6,6 +6,7 @@ copies        the state after each of the last two steps, in memory that outlive
 run           the training function, called again in this process when ranks have changed
 """
 
+from zero_strategy.survive.formation import when_formed
 from zero_strategy.survive.run import Run, survive
 
-__all__ = ["Run", "survive"]
+__all__ = ["Run", "survive", "when_formed"]

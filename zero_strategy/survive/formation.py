@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -22,6 +23,8 @@ CONNECT_SECONDS = 5.0
 """In which the ranks of a formation connect."""
 _LOOK_SECONDS = 0.02
 
+_when_formed: list[Callable[[], None]] = []
+
 
 class MembersChangedError(RuntimeError):
     """The members are others than those of the process group: some are gone, or new ones wait.
@@ -33,6 +36,12 @@ class MembersChangedError(RuntimeError):
     def __init__(self, message: str, world: World | None = None) -> None:
         super().__init__(message)
         self.world = world
+
+
+def when_formed(forget: Callable[[], None]) -> None:
+    """Call this whenever ranks have formed in this process: a framework keeps what it knows of the ranks of before."""
+    if forget not in _when_formed:
+        _when_formed.append(forget)
 
 
 def form(membership: Membership, world: World, timeout: timedelta) -> None:
@@ -63,6 +72,8 @@ def form(membership: Membership, world: World, timeout: timedelta) -> None:
         dissolve()
         raise MembersChangedError(f"formation {world.number} of {world.size} ranks failed: {error}") from error
     set_group_timeout(timeout)
+    for forget in _when_formed:
+        forget()
 
 
 def _meet(store: Store, world: World) -> None:

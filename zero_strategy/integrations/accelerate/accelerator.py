@@ -60,6 +60,7 @@ from zero_strategy.integrations.accelerate.pipelines import check_dispatch, pipe
 from zero_strategy.integrations.accelerate.saving import load_prepared, save_prepared
 from zero_strategy.integrations.accelerate.scaler import AgreedGradScaler, loss_scale_rule
 from zero_strategy.integrations.accelerate.slots import SlotScheduler, SlotTraining, slot_backward
+from zero_strategy.integrations.accelerate.survival import commit_prepared, restore_prepared
 from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.casts import tell_casts
 from zero_strategy.integrations.huggingface.sequence_batches import cut_batches
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
+    from zero_strategy.survive import Run
     from zero_strategy.verify.compare import VerifyReport
 
 
@@ -735,6 +737,34 @@ class ZeroAccelerator(Accelerator):
         """
         for engine in self.engines.values():
             engine.saver.finish()
+
+    def restore(self, run: Run, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Load the newest copy in memory of a run that survives deaths, with schedules; all ranks call it.
+
+        Args:
+            run: As `survive` gives it to the training function.
+            state: To begin with, where there is no copy.
+
+        Returns:
+            What `commit` was given, or `state`.
+
+        Raises:
+            ValueError: If not exactly one model is prepared.
+        """
+        return restore_prepared(self, run, state)
+
+    def commit(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Copy the state at the end of a step, with schedules, and look who is there; all ranks call it.
+
+        Args:
+            run: As `survive` gives it to the training function.
+            state: What the function needs to go on from here, JSON-able.
+
+        Raises:
+            ValueError: If not exactly one model is prepared.
+            MembersChangedError: If ranks have changed; it must leave the function, which then begins anew.
+        """
+        commit_prepared(self, run, state)
 
     def end_training(self) -> None:
         """Finish saves and trackers; all ranks leave together.
