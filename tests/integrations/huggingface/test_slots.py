@@ -68,6 +68,23 @@ def test_trainer_resumes_slots_on_other_ranks_inside_an_epoch(ranks: Launcher, t
     assert log == [entry for entry in whole.log if "loss" in entry]
 
 
+def evaluated(folder: str) -> tuple[float, float]:
+    """The loss of an evaluation, and the model's own of the same samples."""
+    with fresh_state():
+        own = {"eval_dataset": rows(8)}
+        trainer = trainer_of({"stage": 2}, folder, own=own, max_steps=1, per_device_eval_batch_size=4)
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+        with torch.no_grad():
+            return found, float(trainer.model(**default_data_collator(rows(8))).loss)
+
+
+def test_trainer_evaluates_no_slots(ranks: Launcher, tmp_path: Path) -> None:
+    """A batch of an evaluation has a mean of its own tokens, which are no part of a step."""
+    for found, expected in ranks(2)(evaluated, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 # ---- what users write into a Trainer ----
 
 

@@ -80,6 +80,9 @@ class SlotSteps:
     _slot_losses: list[Tensor]
     """Those of micro-batches since something was logged."""
 
+    _counts_step = False
+    """The batches are those of a step."""
+
     @property
     def zero_engine(self) -> ZeroEngine | None:
         """The engine, once there is one."""
@@ -98,7 +101,11 @@ class SlotSteps:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """See the Trainer's: before a batch is taken out of the list, the random numbers of its slot begin."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        self._counts_step = True
+        try:
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        finally:
+            self._counts_step = False
         return SlotBatchList(batches, self._begin_slot) if self._slots else batches, items
 
     def _begin_slot(self) -> None:
@@ -115,9 +122,12 @@ class SlotSteps:
     # ---- losses ----
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """See the Trainer's; with slots the tokens of the whole step, exactly counted, divided by the slots."""
+        """See the Trainer's; with slots the tokens of the whole step, exactly counted, divided by the slots.
+
+        The batch of an evaluation is no slot.
+        """
         find = super()._get_num_items_in_batch  # type: ignore[misc]
-        if not self._slots:
+        if not self._slots or not self._counts_step:
             return find(batch_samples, device)
         with self._averaged_here():
             # One by one, as the Trainer's sum is a float32.
