@@ -39,6 +39,7 @@ from typing_extensions import Self
 
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
@@ -52,6 +53,9 @@ _GONE_SECONDS = 2.0
 """In which a process ends whose connections have broken."""
 _DEATHS = {"gone", "stopped", "silent"}
 """Kinds of failures after which the other ranks can go on."""
+
+_kept: list[TCPStore] = []
+"""Stores of runs that are over in this process."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -272,6 +276,8 @@ class Run:
 
     def close(self) -> None:
         """The run is over for this process."""
+        # Engines may go on with the last world's groups, which have met in some member's store.
+        _kept.append(self._membership.store)
         self._membership.close()
         self._asking.shutdown(wait=False)
 

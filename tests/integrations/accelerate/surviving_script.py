@@ -32,7 +32,7 @@ def train(run: Run | None, victim: int = -1, last: int = -1) -> dict[str, Any]:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data: Any = Masked(Subset(Samples(SLOTS, STEPS), range(3, SLOTS * STEPS * ROWS)))
-    loader: Any = DataLoader(data, batch_size=ROWS, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = DataLoader(data, batch_size=ROWS, shuffle=True, collate_fn=collate)
     scheduler: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     engine = accelerator.engine(model)

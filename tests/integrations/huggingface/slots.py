@@ -96,11 +96,12 @@ def trainer_of(
     """Ours with these settings, or that of transformers for None."""
     torch.set_num_threads(1)
     common = {"train_dataset": rows() if data is None else data, **(own or {})}
+    model = common.pop("model", None) or model_of(kind, dropout)
     if zero is None:
-        return Trainer(model_of(kind, dropout), arguments_of(folder, **more), **common)
+        return Trainer(model, arguments_of(folder, **more), **common)
     config = {**zero, "reproducible": {"slots": slots, "seed": SEED}}
     made: Any = trainer
-    return made(model_of(kind, dropout), arguments_of(folder, **more), zero_config=config, **common)
+    return made(model, arguments_of(folder, **more), zero_config=config, **common)
 
 
 def result_of(trainer: Any, loss: float) -> Trained:

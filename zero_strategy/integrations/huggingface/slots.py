@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.integrations.huggingface.survival import alone_yet
 from zero_strategy.reproducible.accumulation import accumulation_of
 
 _AVERAGES = "average_tokens_across_devices"
@@ -45,7 +46,7 @@ def fit_arguments(args: Any, config: ZeroConfig) -> None:
             origin = config.origin_of("reproducible.slots")
             raise ValueError(f"TrainingArguments({name}={wrong}) with reproducible.slots {slots} [{origin}]: {why}")
     given, name = args.gradient_accumulation_steps, "TrainingArguments(gradient_accumulation_steps)"
-    tells = args.process_index == 0
+    tells = args.process_index == 0 and not alone_yet(config)
     args.gradient_accumulation_steps = accumulation_of(config, args.world_size, given, name, tells=tells)
 
 
@@ -78,7 +79,9 @@ class SlotSteps:
     _globalstep_last_logged: int
     _tr_loss: Tensor
     _slot_losses: list[Tensor]
-    """Those of micro-batches since something was logged."""
+    """Those of micro-batches since something was logged, of steps whose means are not in `_loss_means`."""
+    _loss_means: list[float]
+    """Those of steps since something was logged, the same on all ranks."""
 
     _counts_step = False
     """The batches are those of a step."""
@@ -186,12 +189,18 @@ class SlotSteps:
 
         A float32 in a float64: of several equal ones the Trainer's mean is that very number.
         """
-        engine, losses = self.zero_engine, self._slot_losses
-        assert engine is not None
-        self._slot_losses, total, count = [], 0.0, engine.slots.count
-        for number in range(len(losses) // count):
-            loss = float(engine.slots.mean(losses[number * count : (number + 1) * count]))
+        self._settle_losses()
+        means, self._loss_means, total = self._loss_means, [], 0.0
+        for number, loss in enumerate(means):
             if self.args.logging_nan_inf_filter and not math.isfinite(loss):
                 loss = total / (1 + number)  # as the Trainer: the mean of those before
             total += loss
         return torch.tensor(total, dtype=torch.float32, device=like.device).double()
+
+    def _settle_losses(self) -> None:
+        """Turn losses of whole steps into their means. A collective."""
+        engine, losses = self.zero_engine, self._slot_losses
+        assert engine is not None
+        count, self._slot_losses = engine.slots.count, []
+        for start in range(0, len(losses) - count + 1, count):
+            self._loss_means.append(float(engine.slots.mean(losses[start : start + count])))

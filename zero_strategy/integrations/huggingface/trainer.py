@@ -46,6 +46,7 @@ from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate.launch import asked_parallelism, without_parallelism
 from zero_strategy.integrations.huggingface.sequence_batches import gathered
 from zero_strategy.integrations.huggingface.slots import SlotSteps, fit_arguments
+from zero_strategy.integrations.huggingface.survival import SurvivingSteps, alone_yet, check_survivable
 from zero_strategy.integrations.takeover import engines_over
 from zero_strategy.optim.averaging import WeightAverage
 
@@ -114,7 +115,7 @@ class WeightAveragingCallback(TrainerCallback):
             self.average.copy_to_model()
 
 
-class ZeroTrainerMixin(SlotSteps):
+class ZeroTrainerMixin(SurvivingSteps, SlotSteps):
     """Mixin that makes a Trainer shard; put it before the Trainer's class.
 
     Args:
@@ -133,8 +134,9 @@ class ZeroTrainerMixin(SlotSteps):
     compute_loss_func: Any
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
-        self._zero_config, self._weights_later, self._slot_losses = zero_config, False, []
+        self._zero_config, self._weights_later, self._slot_losses, self._loss_means = zero_config, False, [], []
         super().__init__(*arguments, **keywords)
+        self._given_optimizers = self.optimizer, self.lr_scheduler
         if self.accelerator.zero_config.mesh.sequence > 1:
             self._check_loss()
         checkpoints = self.accelerator.zero_config.checkpoint
@@ -144,11 +146,7 @@ class ZeroTrainerMixin(SlotSteps):
         if self.accelerator.zero_config.stage == 3 and isinstance(self.model, PreTrainedModel):
             # transformers' own mark for "forwards are collective": ranks then generate for equally many tokens.
             vars(self.model)["_is_fsdp_managed_module"] = True
-        # A trainer of TRL's has imported it; others need not.
-        if "trl.distributed" in sys.modules:
-            from zero_strategy.integrations.huggingface.trl import adopt
-
-            adopt(self)
+        self._adopt()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Take the Accelerator that the Trainer makes for one that shards."""
@@ -176,9 +174,21 @@ class ZeroTrainerMixin(SlotSteps):
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Let what TRL's trainers have for gathering go by the Accelerator that there is."""
+        # A trainer of TRL's has imported it; others need not.
+        if "trl.distributed" in sys.modules:
+            from zero_strategy.integrations.huggingface.trl import adopt
+
+            adopt(self)
 
     def _fitted(self, config: ZeroConfig) -> dict[str, Fact]:
         """Settings that the arguments decide, once they fit the config."""
+        if self._given_accumulation is None:
+            check_survivable(self.args, config)
+            self._given_accumulation = self.args.gradient_accumulation_steps
         fit_arguments(self.args, config)
         return _facts(self.args, self.args.world_size // (config.mesh.sequence * (config.mesh.tensor or 1)))
 
@@ -233,7 +243,8 @@ class ZeroTrainerMixin(SlotSteps):
         return engine
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        whole = self.accelerator.zero_config.stage < 3 and not is_deferred(model)
+        config = self.accelerator.zero_config
+        whole = config.stage < 3 and not is_deferred(model) and not alone_yet(config)
         if whole:  # else it may not fit: the engine moves its slices
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
@@ -246,11 +257,16 @@ class ZeroTrainerMixin(SlotSteps):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
         """See the Trainer's: `True` passes over a checkpoint that a run was killed in while it wrote it."""
+        if self.accelerator.zero_config.survive.enabled:
+            return self._survive(self._train, resume_from_checkpoint, arguments, keywords)
+        return self._train(resume_from_checkpoint, *arguments, **keywords)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, *arguments: Any, **keywords: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
         if callback := self._averaging():
             callback.train(lambda: self.zero_engine)
-        self.accelerator.doing, self._slot_losses = f"{type(self).__name__}.train()", []
+        self.accelerator.doing, self._slot_losses, self._loss_means = f"{type(self).__name__}.train()", [], []
         try:
             return super().train(resume_from_checkpoint, *arguments, **keywords)  # type: ignore[misc]
         finally:
@@ -341,6 +357,8 @@ class ZeroTrainerMixin(SlotSteps):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing yet if it is ours, or the model has no memory: each rank reads its part once that is prepared."""
+        if self._is_copy(resume_from_checkpoint):
+            return
         self._weights_later = is_deferred(self.model) and not is_adapted(self.model)
         if not (Path(resume_from_checkpoint) / MANIFEST_NAME).is_file() and not self._weights_later:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
@@ -351,7 +369,7 @@ class ZeroTrainerMixin(SlotSteps):
         # Before the optimizer's state is read, since an average lies beside it in a checkpoint.
         if engine is not None and callback is not None:
             callback.begin()
-        if checkpoint is None or engine is None:
+        if checkpoint is None or engine is None or self._load_copy(checkpoint):
             return
         if not (Path(checkpoint) / MANIFEST_NAME).is_file():
             if self._weights_later:

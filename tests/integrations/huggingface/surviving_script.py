@@ -1,0 +1,80 @@
+"""A script of transformers whose training goes on when a process dies: `python -m ... FOLDER PLACE STEP CASE`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from tests.integrations.huggingface.slots import Trained, model_of, result_of, rows, trainer_of
+from tests.integrations.surviving import die
+from zero_strategy.integrations.transformers import WeightAveragingCallback
+
+PLACE = "ZERO_STRATEGY_PLACE"
+CASES: dict[str, dict[str, Any]] = {
+    # Four steps in an epoch, the last one filled; losses of two steps in a log.
+    "llama": {"kind": "llama", "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 2},
+    # Ends inside of an epoch; evaluates and saves on the way.
+    "gpt2": {"kind": "gpt2", "max_steps": 6, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 3},
+}
+
+
+class Dies(TrainerCallback, ExportableState):
+    """Counts steps, and ends the process in one of them, once gradients are there.
+
+    Args:
+        step: Steps before that; -1: it does not.
+    """
+
+    def __init__(self, step: int = -1) -> None:
+        self.step, self.counted, self.seen = step, 0, 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.counted, self.seen = self.counted + 1, self.seen + 1
+        if state.global_step == self.step:
+            die()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"counted": self.counted}}
+
+
+def optimizers_of(model: Any) -> tuple[Any, Any]:
+    """A script's own."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
+
+
+def train(folder: str, case: str, survives: bool, step: int = -1) -> dict[str, Any]:
+    """Train; this process dies in a step.
+
+    Returns:
+        What is the same for all ranks and runs, the steps that the callback counted, and those that it saw.
+    """
+    callback, more = Dies(step), dict(CASES[case])
+    own: dict[str, Any] = {"callbacks": [callback], "eval_dataset": rows(9)}
+    if case == "llama":
+        own["callbacks"].append(WeightAveragingCallback(0.8))
+    else:
+        own["model"] = model_of(case)
+        own["optimizers"] = optimizers_of(own["model"])
+    zero = {"stage": 3 if case == "llama" else 2, "survive": survives}
+    trainer = trainer_of(zero, folder, slots=12, own=own, dropout=0.1, per_device_train_batch_size=1, **more)
+    model, before = trainer.model, list(trainer.callback_handler.callbacks)
+    result: Trained = result_of(trainer, trainer.train().training_loss)
+    assert trainer.model is model and trainer.callback_handler.callbacks == before
+    trainer.save_model(f"{folder}/model")
+    return {**asdict(result), "counted": callback.counted, "seen": callback.seen, "ranks": trainer.args.world_size}
+
+
+if __name__ == "__main__":
+    folder, victim, step, case = sys.argv[1:]
+    place = os.environ[PLACE]
+    found = train(f"{folder}/trainer", case, True, int(step) if place == victim else -1)
+    Path(folder, f"{place}.json").write_text(json.dumps(found))
