@@ -1,4 +1,4 @@
-"""A script of transformers whose training goes on when a process dies: `python -m ... FOLDER PLACE STEP CASE`."""
+"""A script of transformers whose training goes on when a process dies: `python -m ... FOLDER CASE DEATHS`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,32 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Dies(TrainerCallback, ExportableState):
-    """Counts steps, and ends the process in one of them, once gradients are there.
+    """Counts steps, and ends the process at some event of some step.
 
     Args:
-        step: Steps before that; -1: it does not.
+        event: Name of a callback's method; "": none.
+        step: The global step then.
     """
 
-    def __init__(self, step: int = -1) -> None:
-        self.step, self.counted, self.seen = step, 0, 0
+    def __init__(self, event: str = "", step: int = -1) -> None:
+        self.counted, self.seen, self.begun = 0, 0, 0
+        self._last = event, step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.counted, self.seen = self.counted + 1, self.seen + 1
-        if state.global_step == self.step:
+        self._die_at("on_pre_optimizer_step", state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._die_at("on_epoch_end", state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._die_at("on_train_end", state)
+
+    def _die_at(self, event: str, state: Any) -> None:
+        if self._last == (event, state.global_step):
             die()
 
     def state(self) -> dict[str, Any]:
@@ -51,13 +65,13 @@ def optimizers_of(model: Any) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
 
 
-def train(folder: str, case: str, survives: bool, step: int = -1) -> dict[str, Any]:
-    """Train; this process dies in a step.
+def train(folder: str, case: str, survives: bool, callback: Dies) -> dict[str, Any]:
+    """Train; the callback may end this process.
 
     Returns:
         What is the same for all ranks and runs, the steps that the callback counted, and those that it saw.
     """
-    callback, more = Dies(step), dict(CASES[case])
+    more = dict(CASES[case])
     own: dict[str, Any] = {"callbacks": [callback], "eval_dataset": rows(9)}
     if case == "llama":
         own["callbacks"].append(WeightAveragingCallback(0.8))
@@ -70,11 +84,11 @@ def train(folder: str, case: str, survives: bool, step: int = -1) -> dict[str, A
     result: Trained = result_of(trainer, trainer.train().training_loss)
     assert trainer.model is model and trainer.callback_handler.callbacks == before
     trainer.save_model(f"{folder}/model")
-    return {**asdict(result), "counted": callback.counted, "seen": callback.seen, "ranks": trainer.args.world_size}
+    return {**asdict(result), "counted": callback.counted, "seen": callback.seen, "begun": callback.begun}
 
 
 if __name__ == "__main__":
-    folder, victim, step, case = sys.argv[1:]
+    folder, case, deaths = sys.argv[1:]
     place = os.environ[PLACE]
-    found = train(f"{folder}/trainer", case, True, int(step) if place == victim else -1)
+    found = train(f"{folder}/trainer", case, True, Dies(*json.loads(deaths).get(place, ())))
     Path(folder, f"{place}.json").write_text(json.dumps(found))

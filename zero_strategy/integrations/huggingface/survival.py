@@ -86,7 +86,7 @@ class SurvivingSteps:
     optimizer: Any
     callback_handler: Any
     model_wrapped: Any
-    current_flos: float
+    current_flos: Any
     _loss_means: list[float]
     _given_accumulation: int | None = None
     _given_optimizers: tuple[Any, Any] = (None, None)
@@ -247,10 +247,10 @@ class SurvivingSteps:
 
     # ---- steps ----
 
-    def _run_epoch(self, **keywords: Any) -> None:
+    def _run_epoch(self, *arguments: Any, **keywords: Any) -> None:
         """See the Trainer's; a training that goes on has its sums of before, and may be at its end already."""
         if self._run is None:
-            super()._run_epoch(**keywords)  # type: ignore[misc]
+            super()._run_epoch(*arguments, **keywords)  # type: ignore[misc]
             return
         epoch, skipped = int(keywords["epoch"]), 0
         if epoch == keywords["epochs_trained"] and keywords["resume_from_checkpoint"] is not None:
@@ -266,7 +266,7 @@ class SurvivingSteps:
             elif self._found["ended"]:
                 self.control.should_training_stop = True
                 return
-        super()._run_epoch(**{**keywords, "start_time": self._start_time})  # type: ignore[misc]
+        super()._run_epoch(*arguments, **{**keywords, "start_time": self._start_time})  # type: ignore[misc]
 
     def _arrive(self) -> None:
         """Take the sums of before."""

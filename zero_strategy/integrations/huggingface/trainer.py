@@ -275,7 +275,7 @@ class ZeroTrainerMixin(SurvivingSteps, SlotSteps):
     # ---- averages of the weights ----
 
     def _averaging(self) -> WeightAveragingCallback | None:
-        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        callbacks = self.callback_handler.callbacks
         return next((each for each in callbacks if isinstance(each, WeightAveragingCallback)), None)
 
     def _shown(self) -> AbstractContextManager[object]:
