@@ -41,7 +41,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_surviving(module: str, *arguments: str, count: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+LIFE = "LIFE_OF_PLACE"
+"""Variable: 1 for the first process of a place."""
+
+
+def run_surviving(
+    module: str, *arguments: str, count: int, folder: Path, lives: int = 1
+) -> list[subprocess.CompletedProcess[str]]:
     """`python -m MODULE ARGUMENTS` in each process, by place.
 
     Args:
@@ -49,6 +55,7 @@ def run_surviving(module: str, *arguments: str, count: int, folder: Path) -> lis
         arguments: Its arguments.
         count: Number of processes.
         folder: Of the memory of the run.
+        lives: How often a place is taken, by another process when one was killed.
     """
     with lighthouse(folder) as address:
         shared = {"TORCHFT_LIGHTHOUSE": address, "ZERO_STRATEGY_RANKS": str(count), "ZERO_STRATEGY_RUN": "test"}
@@ -58,7 +65,12 @@ def run_surviving(module: str, *arguments: str, count: int, folder: Path) -> lis
             env = plain_environment(**shared, ZERO_STRATEGY_PLACE=str(place))
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
                 env.pop(name, None)
-            return run_warm_script("-m", module, *arguments, cwd=ROOT, env=env, timeout=60)
+            for life in range(1, 1 + lives):
+                words = ("-m", module, *arguments)
+                done = run_warm_script(*words, cwd=ROOT, env={**env, LIFE: str(life)}, timeout=60)
+                if done.returncode != -signal.SIGKILL:
+                    break
+            return done
 
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(one, range(count)))

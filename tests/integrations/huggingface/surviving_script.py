@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from tests.integrations.huggingface.slots import Trained, model_of, result_of, rows, trainer_of
-from tests.integrations.surviving import die
+from tests.integrations.surviving import LIFE, die
 from zero_strategy.integrations.transformers import WeightAveragingCallback
 
 PLACE = "ZERO_STRATEGY_PLACE"
@@ -37,6 +38,19 @@ class Dies(TrainerCallback, ExportableState):
     def __init__(self, event: str = "", step: int = -1) -> None:
         self.counted, self.seen, self.begun = 0, 0, 0
         self._last = event, step
+        self._waits_for: Path | None = None
+
+    def wait_for(self, file: Path) -> None:
+        """Begin no step after the third before a file is there, whose process then asks to come in."""
+        self._waits_for = file
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._waits_for is None or state.global_step < 3:
+            return
+        while not self._waits_for.exists():
+            time.sleep(0.1)
+        if args.world_size == 1:
+            time.sleep(1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun += 1
@@ -65,8 +79,8 @@ def optimizers_of(model: Any) -> tuple[Any, Any]:
     return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
 
 
-def train(folder: str, case: str, survives: bool, callback: Dies) -> dict[str, Any]:
-    """Train; the callback may end this process.
+def train(folder: str, case: str, survives: bool, callback: Dies, told: Path | None = None) -> dict[str, Any]:
+    """Train; the callback may end this process. A file is made before.
 
     Returns:
         What is the same for all ranks and runs, the steps that the callback counted, and those that it saw.
@@ -81,6 +95,8 @@ def train(folder: str, case: str, survives: bool, callback: Dies) -> dict[str, A
     zero = {"stage": 3 if case == "llama" else 2, "survive": survives}
     trainer = trainer_of(zero, folder, slots=12, own=own, dropout=0.1, per_device_train_batch_size=1, **more)
     model, before = trainer.model, list(trainer.callback_handler.callbacks)
+    if told is not None:
+        told.touch()
     result: Trained = result_of(trainer, trainer.train().training_loss)
     assert trainer.model is model and trainer.callback_handler.callbacks == before
     trainer.save_model(f"{folder}/model")
@@ -88,7 +104,10 @@ def train(folder: str, case: str, survives: bool, callback: Dies) -> dict[str, A
 
 
 if __name__ == "__main__":
-    folder, case, deaths = sys.argv[1:]
-    place = os.environ[PLACE]
-    found = train(f"{folder}/trainer", case, True, Dies(*json.loads(deaths).get(place, ())))
+    folder, case, deaths = sys.argv[1:4]
+    place, again, first = os.environ[PLACE], Path(folder, "again"), os.environ[LIFE] == "1"
+    callback = Dies(*json.loads(deaths).get(place, ())) if first else Dies()
+    if first and len(sys.argv) > 4:
+        callback.wait_for(again)
+    found = train(f"{folder}/trainer", case, True, callback, None if first else again)
     Path(folder, f"{place}.json").write_text(json.dumps(found))

@@ -49,3 +49,20 @@ def test_trainer_goes_on_when_processes_die(
     # Evaluations are no slots: a mean is that of a batch, which other ranks divide in another way.
     assert taken_out(found["log"]) == pytest.approx(taken_out(plain["log"]), rel=0.1)
     assert plain.pop("begun") == 1 and found == plain, [found["log"], plain["log"]]
+
+
+def test_trainer_takes_a_new_process_in(ranks: Launcher, tmp_path: Path) -> None:
+    """One that takes the place of a dead one has the others' log and callbacks' states, and computes their steps."""
+    plain = ranks(1)(undisturbed, str(tmp_path / "plain"), "llama")[0]
+    deaths = json.dumps({"1": ("on_pre_optimizer_step", 2)})
+    words = (str(tmp_path), "llama", deaths, "waits")
+    done = run_surviving(SCRIPT, *words, count=2, folder=tmp_path, lives=2)
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)
+    steps, _ = plain.pop("seen"), plain.pop("begun")
+    seen = []
+    for place in (0, 1):
+        found = json.loads((tmp_path / f"{place}.json").read_text())
+        seen.append((found.pop("begun"), found.pop("seen")))
+        assert taken_out(found["log"]) == [] and found == plain, [place, found["log"], plain["log"]]
+    # It comes in when the other begins anew, or one step later.
+    assert seen[0] in [(2, steps + 1), (3, steps + 1)] and seen[1][0] == 1 and 0 < seen[1][1] < steps
