@@ -106,7 +106,7 @@ def trainer_of(
 
 def result_of(trainer: Any, loss: float) -> Trained:
     state = trainer.state
-    timed = ("runtime", "per_second")
+    timed = ("runtime", "per_second", "preparation_time")
     log = [{k: v for k, v in entry.items() if not any(part in k for part in timed)} for entry in state.log_history]
     counts = [state.global_step, state.num_input_tokens_seen, state.total_flos, state.epoch]
     return Trained(digest_of(trainer.zero_engine), log, counts, loss)

@@ -59,6 +59,9 @@ class Dies(TrainerCallback, ExportableState):
         self.counted, self.seen = self.counted + 1, self.seen + 1
         self._die_at("on_pre_optimizer_step", state)
 
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._die_at("on_save", state)
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._die_at("on_epoch_end", state)
 
@@ -95,6 +98,8 @@ def train(folder: str, case: str, survives: bool, callback: Dies, told: Path | N
     zero = {"stage": 3 if case == "llama" else 2, "survive": survives}
     trainer = trainer_of(zero, folder, slots=12, own=own, dropout=0.1, per_device_train_batch_size=1, **more)
     model, before = trainer.model, list(trainer.callback_handler.callbacks)
+    if case == "gpt2":
+        trainer.evaluate()  # each process by itself, before the ranks meet
     if told is not None:
         told.touch()
     result: Trained = result_of(trainer, trainer.train().training_loss)

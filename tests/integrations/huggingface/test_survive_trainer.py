@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.integrations.accelerate.training import fresh_state
+from tests.integrations.huggingface.slots import trainer_of
 from tests.integrations.huggingface.surviving_script import Dies, train
 from tests.integrations.surviving import run_surviving
 from tests.launcher import Launcher
@@ -22,13 +25,43 @@ def undisturbed(folder: str, case: str) -> dict[str, Any]:
         return train(folder, case, False, Dies())
 
 
+def refused(folder: str, more: dict[str, Any], launched: bool) -> str:
+    with fresh_state():
+        dist.destroy_process_group()
+        if not launched:
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                del os.environ[name]
+        try:
+            trainer_of({"stage": 1, "survive": True}, folder, **more).train()
+        except ValueError as error:
+            return str(error)
+        return "trained"
+
+
+@pytest.mark.parametrize(
+    ("more", "launched", "told"),
+    [
+        ({"slots": 0}, False, ["survive.enabled", "without reproducible.slots"]),
+        ({"gradient_accumulation_steps": 4}, False, ["gradient_accumulation_steps=4", "leave it out"]),
+        ({}, False, ["TORCHFT_LIGHTHOUSE", "zero-strategy run"]),
+        ({}, True, ["process group already", "zero-strategy run", "not by torchrun"]),
+    ],
+    ids=["slots", "accumulation", "no launcher", "torchrun"],
+)
+def test_trainer_refuses_what_cannot_go_on(
+    ranks: Launcher, tmp_path: Path, more: dict[str, Any], launched: bool, told: list[str]
+) -> None:
+    found = ranks(1)(refused, str(tmp_path), more, launched)[0]
+    assert all(part in found for part in told), found
+
+
 def taken_out(log: list[dict[str, float]]) -> list[float]:
     return [entry.pop("eval_loss") for entry in log if "eval_loss" in entry]
 
 
 DEATHS: list[tuple[str, dict[str, tuple[str, int]], int]] = [
     ("llama", {"1": ("on_pre_optimizer_step", 3), "0": ("on_epoch_end", 6)}, 2),
-    ("gpt2", {"0": ("on_pre_optimizer_step", 4), "2": ("on_train_end", 6)}, 1),
+    ("gpt2", {"0": ("on_save", 3), "2": ("on_train_end", 6)}, 1),
 ]
 """Case; by place, the event and the step in which it dies; steps that are computed again."""
 

@@ -16,6 +16,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from zero_strategy.comm.process_group import unread_place
 from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.survive.membership import PLACE
 
 CONFIG_VARIABLE = "ZERO_STRATEGY_CONFIG"
 """Names the config of a `ZeroAccelerator` that is given none: a YAML or DeepSpeed JSON file."""
@@ -94,7 +95,8 @@ def check_processes(count: int, environment: Mapping[str, str]) -> None:
             "PartialState() or Accelerator() made before the ZeroAccelerator fixes this: make the ZeroAccelerator "
             "first, or set ACCELERATE_USE_CPU=true where there is no GPU"
         )
-    if count == 1 and (place := unread_place(environment)) is not None:
+    # A process of a run that survives deaths meets the others later.
+    if count == 1 and PLACE not in environment and (place := unread_place(environment)) is not None:
         raise ValueError(
             f"{place.launcher} started {place.world_size} processes, but Accelerate does not read its variables, so "
             "every process would train alone: call zero_strategy.init_distributed() at the beginning of the script, "

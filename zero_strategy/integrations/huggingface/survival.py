@@ -85,6 +85,7 @@ class SurvivingSteps:
     lr_scheduler: Any
     optimizer: Any
     callback_handler: Any
+    model_init: Any
     model_wrapped: Any
     current_flos: Any
     _loss_means: list[float]
@@ -94,6 +95,8 @@ class SurvivingSteps:
     _run: Run | None = None
     _survived = False
     """A training has been."""
+    _prepared = False
+    """The weights of the script's model are an engine's."""
     _found: dict[str, Any] | None = None
     """The state of the copy from which this beginning goes on."""
     _folder: str | None = None
@@ -124,12 +127,17 @@ class SurvivingSteps:
             arguments, keywords: Further ones of `train`.
 
         Raises:
-            ValueError: If this process has done so before; or see `survive`.
+            ValueError: If this process has done so before, or others have formed its ranks; or see `survive`.
         """
         if self._survived:
             raise ValueError(
                 f"{type(self).__name__}.train() a second time with survive.enabled: its memory is that of one training "
                 "for each start of the script; leave survive out, or start a script for each"
+            )
+        if dist.is_initialized():
+            raise ValueError(
+                "survive.enabled is True, and there is a process group already, which cannot change: start the script "
+                "by `zero-strategy run`, not by torchrun or accelerate launch, and leave init_process_group out"
             )
         self._survived, self._logs, self._start_time = True, LogText(), time.time()
         return survive(self._begin, train, checkpoint, arguments, keywords)
@@ -142,7 +150,7 @@ class SurvivingSteps:
             if (found := run.newest()) is not None:
                 with self._going_on(found) as folder:
                     result = train(folder, *arguments, **keywords)
-            elif run.beginnings > 1:
+            elif self._prepared and self.model_init is None:
                 raise RuntimeError(
                     "a rank has died before the first copy of the weights was in memory, and those of the model are "
                     "lost: start the script again"
@@ -162,7 +170,7 @@ class SurvivingSteps:
         """Let go of what belongs to other ranks, and make an Accelerator of those that are here."""
         args = self.args
         if run.beginnings > 1:
-            # One that was made and never restored is nobody's else.
+            # Those that were made and not restored, of which the run does not know.
             for engine in engines_over(self.model):
                 engine.abandon("ranks have changed")
             if (hooked := getattr(self, "neftune_hook_handle", None)) is not None:
@@ -186,7 +194,8 @@ class SurvivingSteps:
         with tempfile.TemporaryDirectory(prefix="zero_strategy.") as folder:
             text = json.dumps({**found["trainer"], "log_history": json.loads(found["log_history"])})
             Path(folder, _STATE).write_text(text)
-            self._found, self._folder = found, folder
+            # Entries of a step that is computed again have other times.
+            self._found, self._folder, self._logs = found, folder, LogText()
             for name, value in _RESUMED.items():
                 setattr(self.args, name, value)
             try:
@@ -230,17 +239,18 @@ class SurvivingSteps:
             return place
         saved = list(found["callbacks"])
         for each in self._exportable():
-            kept = next(one for one in saved if one[0] == type(each).__name__)
-            saved.remove(kept)
-            for name, value in kept[1]["attributes"].items():
-                setattr(each, name, value)
+            kept = next((one for one in saved if one[0] == type(each).__name__), None)
+            if kept is not None:  # else one that another process has not
+                saved.remove(kept)
+                for name, value in kept[1]["attributes"].items():
+                    setattr(each, name, value)
         return int(found["epoch"]), int(found["step"]) * int(self.args.gradient_accumulation_steps)
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
-        """See the Trainer's; a first beginning has nothing to go on from, and tells that there is an engine."""
+        """See the Trainer's; where there is nothing to go on from, the run gets to know the engine."""
         prepared = super()._prepare_for_training(*arguments, **keywords)  # type: ignore[misc]
         if self._run is not None and self._found is None:
-            engine = self.zero_engine
+            engine, self._prepared = self.zero_engine, True
             assert engine is not None
             self._run.restore(engine)
         return prepared
