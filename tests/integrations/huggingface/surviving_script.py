@@ -54,6 +54,7 @@ class Dies(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun += 1
+        self._die_at("on_train_begin", state)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.counted, self.seen = self.counted + 1, self.seen + 1

@@ -5,6 +5,8 @@ and what the Trainer writes beside them: its TrainerState, the schedule, the sta
 ranks have changed an exception leaves the training; it begins anew with another Accelerator, by the Trainer's own way
 to resume, from a folder that has the TrainerState alone: the rest comes out of the copy.
 
+Before the first step there is a copy of the weights alone: those of a module whose ranks are gone have no values.
+
 The last step of an epoch is copied after what the Trainer does at the epoch's end, which would not be done again.
 """
 
@@ -22,15 +24,18 @@ from typing import Any
 import torch.distributed as dist
 from transformers.trainer_callback import ExportableState
 
+from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate.survival import packed, unpacked
 from zero_strategy.integrations.takeover import engines_over
-from zero_strategy.survive import Run, survive
+from zero_strategy.survive import Run
 
 _STATE = "trainer_state.json"
 _NUMBERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
 """Attributes of a Trainer that begin anew when it resumes; here the training is one."""
+_BEGUN = "begun"
+"""Entry of a copy's state: that the training has come to its steps."""
 _RESUMED: dict[str, Any] = {
     "eval_on_start": False,
     "ignore_data_skip": False,
@@ -74,6 +79,26 @@ class LogText:
         return f"[{', '.join(self._entries)}]"
 
 
+class _TrainerRun(Run):
+    """Beginnings of a training, whose engine is the Trainer's, and outlives it."""
+
+    trainer: SurvivingSteps
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Inside is the training; all ranks come to its end."""
+        yield
+        engine = self.trainer.zero_engine
+        assert engine is not None
+        # One that dies before this takes the others back to the last copy, who would not wait for it afterwards.
+        engine.mesh.world_group.barrier.wait_for_all("the end of the training")
+
+    def leave(self) -> None:
+        """Let go of a world that is no more."""
+        self.trainer._abandon()
+        super().leave()
+
+
 class SurvivingSteps:
     """Part of a Trainer's mixin: what it does about `survive`. Without that everything is the Trainer's own."""
 
@@ -95,10 +120,12 @@ class SurvivingSteps:
     _run: Run | None = None
     _survived = False
     """A training has been."""
-    _prepared = False
-    """The weights of the script's model are an engine's."""
+    _lost = False
+    """The weights of the script's model were an engine's whose ranks are gone."""
     _found: dict[str, Any] | None = None
     """The state of the copy from which this beginning goes on."""
+    _reader: StateReader | None = None
+    """Of that copy, or of one of the first weights."""
     _folder: str | None = None
     _arrived = False
     """This beginning has come to its steps."""
@@ -140,51 +167,51 @@ class SurvivingSteps:
                 "by `zero-strategy run`, not by torchrun or accelerate launch, and leave init_process_group out"
             )
         self._survived, self._logs, self._start_time = True, LogText(), time.time()
-        return survive(self._begin, train, checkpoint, arguments, keywords)
+        run, ranks = _TrainerRun.launched(f"{type(self).__name__} with survive.enabled")
+        run.trainer = self
+        try:
+            return run.call(self._begin, ranks, train, checkpoint, arguments, keywords)
+        finally:
+            self._run = None
+            run.close()
 
     def _begin(self, run: Run, train: Callable[..., Any], checkpoint: Any, arguments: Any, keywords: Any) -> Any:
         """One beginning, on the ranks that have formed."""
         self._run, self._found, self._arrived, self._at_end = run, None, False, False
-        try:
-            self._look_again(run)
-            if (found := run.newest()) is not None:
-                with self._going_on(found) as folder:
-                    result = train(folder, *arguments, **keywords)
-            elif self._prepared and self.model_init is None:
-                raise RuntimeError(
-                    "a rank has died before the first copy of the weights was in memory, and those of the model are "
-                    "lost: start the script again"
-                )
-            else:
-                result = train(checkpoint, *arguments, **keywords)
-            engine = self.zero_engine
-            assert engine is not None
-            # One that dies before this takes the others back to the last copy, who would not wait for it afterwards.
-            engine.mesh.world_group.barrier.wait_for_all("the end of the training")
-            run.keep(engine)
-            return result
-        finally:
-            self._run = None
+        self._look_again()
+        copy = run.find()
+        self._reader = None if copy is None else copy.reader
+        if copy is not None and copy.state[_BEGUN]:
+            with self._going_on(dict(copy.state)) as folder:
+                return train(folder, *arguments, **keywords)
+        if copy is None and self._lost and self.model_init is None:
+            raise RuntimeError(
+                "a rank has died before a copy of the first weights was in memory, and those of the model are lost: "
+                "start the script again"
+            )
+        return train(checkpoint, *arguments, **keywords)
 
-    def _look_again(self, run: Run) -> None:
-        """Let go of what belongs to other ranks, and make an Accelerator of those that are here."""
-        args = self.args
-        if run.beginnings > 1:
-            # Those that were made and not restored, of which the run does not know.
-            for engine in engines_over(self.model):
-                engine.abandon("ranks have changed")
-            if (hooked := getattr(self, "neftune_hook_handle", None)) is not None:
-                hooked.remove()
-            self.optimizer, self.lr_scheduler = self._given_optimizers
-            if self.optimizer is not None:
-                # The state of the script's own was that of the engine, and comes out of the copy.
-                groups = self.optimizer.state_dict()["param_groups"]
-                self.optimizer.load_state_dict({"state": {}, "param_groups": groups})
-            self.model_wrapped = self.model
-        args.gradient_accumulation_steps = self._given_accumulation
+    def _abandon(self) -> None:
+        """Leave a training that an exception has ended as one that can begin anew."""
+        for engine in engines_over(self.model):
+            # Also if it was torn in its making: there is nobody to have the values from.
+            self._lost = True
+            engine.abandon("ranks have changed")
+        if (hooked := getattr(self, "neftune_hook_handle", None)) is not None:
+            hooked.remove()
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        if self.optimizer is not None:
+            # The state of the script's own was the engine's, and comes out of the copy.
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        self.model_wrapped = self.model
+
+    def _look_again(self) -> None:
+        """Make an Accelerator of the ranks that are here."""
+        self.args.gradient_accumulation_steps = self._given_accumulation
         # transformers keeps the device, and with it the ranks, for the life of the arguments.
-        vars(args).pop("_setup_devices", None)
-        _ = args.device
+        vars(self.args).pop("_setup_devices", None)
+        _ = self.args.device
         self.create_accelerator_and_postprocess()  # type: ignore[attr-defined]
 
     @contextmanager
@@ -224,11 +251,9 @@ class SurvivingSteps:
         """Load weights, optimizer and schedule of the copy, if the Trainer goes on from it."""
         if not self._is_copy(checkpoint):
             return False
-        engine, run, known = self.zero_engine, self._run, self._found
-        assert engine is not None and run is not None and known is not None
-        found = run.restore(engine)
-        if not found or _progress(found) != _progress(known):
-            raise RuntimeError("the newest copy in memory is damaged: start the script again, to resume from the disk")
+        engine, found, reader = self.zero_engine, self._found, self._reader
+        assert engine is not None and found is not None and reader is not None
+        engine.load(reader)
         self.lr_scheduler.load_state_dict(unpacked(found["scheduler"]))
         return True
 
@@ -247,12 +272,15 @@ class SurvivingSteps:
         return int(found["epoch"]), int(found["step"]) * int(self.args.gradient_accumulation_steps)
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
-        """See the Trainer's; where there is nothing to go on from, the run gets to know the engine."""
+        """See the Trainer's; before the first step the weights are copied, or come out of their copy."""
         prepared = super()._prepare_for_training(*arguments, **keywords)  # type: ignore[misc]
-        if self._run is not None and self._found is None:
-            engine, self._prepared = self.zero_engine, True
+        engine, run = self.zero_engine, self._run
+        if run is not None and self._found is None:
             assert engine is not None
-            self._run.restore(engine)
+            if self._reader is None:
+                run.copy(engine, {_BEGUN: False}, asks=False)
+            else:
+                engine.load(self._reader)
         return prepared
 
     # ---- steps ----
@@ -271,9 +299,7 @@ class SurvivingSteps:
         )
         if not self._arrived:
             self._arrive()
-            if self._found is None:
-                self._commit(epoch, skipped)  # the weights of the beginning, too, are nowhere else
-            elif self._found["ended"]:
+            if self._found is not None and self._found["ended"]:
                 self.control.should_training_stop = True
                 return
         super()._run_epoch(*arguments, **{**keywords, "start_time": self._start_time})  # type: ignore[misc]
@@ -324,6 +350,7 @@ class SurvivingSteps:
         run.commit(
             engine,
             {
+                _BEGUN: True,
                 "epoch": epoch,
                 "step": step,
                 "ended": bool(self.control.should_training_stop),
@@ -340,10 +367,6 @@ class SurvivingSteps:
     def _exportable(self) -> list[Any]:
         """Callbacks that have a state, and the control; as the Trainer saves them."""
         return [each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)]
-
-
-def _progress(found: dict[str, Any]) -> tuple[Any, ...]:
-    return found["trainer"]["global_step"], found["epoch"], found["step"]
 
 
 def alone_yet(config: ZeroConfig) -> bool:
