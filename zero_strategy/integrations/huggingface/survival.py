@@ -65,6 +65,11 @@ def check_survivable(args: Any, config: ZeroConfig) -> None:
         )
 
 
+def _as_text(value: Any) -> str:
+    """JSON, in which tensors and numbers of numpy are plain numbers, as far as they are such."""
+    return json.dumps(value, default=lambda each: each.tolist() if hasattr(each, "tolist") else str(each))
+
+
 class LogText:
     """The log history as JSON, of which each entry is made text once."""
 
@@ -75,7 +80,7 @@ class LogText:
         """The text of a history that has grown since, or is another one."""
         if len(history) < len(self._entries):
             self._entries = []
-        self._entries += [json.dumps(entry) for entry in history[len(self._entries) :]]
+        self._entries += [_as_text(entry) for entry in history[len(self._entries) :]]
         return f"[{', '.join(self._entries)}]"
 
 
@@ -213,14 +218,16 @@ class SurvivingSteps:
         vars(self.args).pop("_setup_devices", None)
         _ = self.args.device
         self.create_accelerator_and_postprocess()  # type: ignore[attr-defined]
+        # One process by itself would have had the samples of all GPUs of its host.
+        self._train_batch_size = self.args.train_batch_size
 
     @contextmanager
     def _going_on(self, found: dict[str, Any]) -> Iterator[str]:
         """Inside, the Trainer resumes from the folder that this gives, as one training."""
         before = {name: getattr(self.args, name) for name in _RESUMED}
         with tempfile.TemporaryDirectory(prefix="zero_strategy.") as folder:
-            text = json.dumps({**found["trainer"], "log_history": json.loads(found["log_history"])})
-            Path(folder, _STATE).write_text(text)
+            state = {**json.loads(found["trainer"]), "log_history": json.loads(found["log_history"])}
+            Path(folder, _STATE).write_text(json.dumps(state))
             # Entries of a step that is computed again have other times.
             self._found, self._folder, self._logs = found, folder, LogText()
             for name, value in _RESUMED.items():
@@ -262,7 +269,7 @@ class SurvivingSteps:
         place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)  # type: ignore[misc]
         if (found := self._found) is None:
             return place
-        saved = list(found["callbacks"])
+        saved = json.loads(found["callbacks"])
         for each in self._exportable():
             kept = next((one for one in saved if one[0] == type(each).__name__), None)
             if kept is not None:  # else one that another process has not
@@ -355,9 +362,9 @@ class SurvivingSteps:
                 "step": step,
                 "ended": bool(self.control.should_training_stop),
                 "start": self._start_time,
-                "trainer": known,
+                "trainer": _as_text(known),
                 "log_history": self._logs.of(history),
-                "callbacks": [[type(each).__name__, each.state()] for each in self._exportable()],
+                "callbacks": _as_text([[type(each).__name__, each.state()] for each in self._exportable()]),
                 "scheduler": packed(self.lr_scheduler.state_dict()),
                 "numbers": {name: getattr(self, name) for name in _NUMBERS},
                 "losses": self._loss_means,
