@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.launcher import Launcher
+from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.survive.buddies import pairs
 from zero_strategy.survive.copies import MemoryCopies
@@ -201,3 +202,29 @@ def test_a_host_has_the_copies_of_the_one_before(ranks: Launcher, tmp_path: Path
 )
 def test_each_rank_has_a_buddy_on_another_host(hosts: list[list[int]], expected: list[tuple[int, int]]) -> None:
     assert pairs(hosts) == expected
+
+
+def held(folder: str, stage: int, hosts: int) -> tuple[int, int]:
+    """Bytes of copies by the plan and by the ledger."""
+    engine, optimizer = training(stage)
+    world = world_of(dist.get_world_size(), hosts)
+    copies = MemoryCopies(Path(folder) / f"host{world.rank * hosts // world.size}")
+    for number in range(3):
+        step(engine, optimizer, number)
+        copies.take(engine, world, {"number": number})
+        copies._buddies_of(world).wait()
+    engine.mesh.barrier.wait_for_all("all have travelled")
+    copies.take(engine, world, {"number": 3})
+    config = load_config(stage=stage, survive=True)
+    plan = config.plan(engine.module, world_size=world.size, ranks_per_host=world.size // hosts)
+    planned = plan.ledger(world.rank).only(category="copies").total.asked
+    found = engine.ledger().only(category="copies").total.asked
+    engine.close()
+    return planned, found
+
+
+@pytest.mark.parametrize(("world", "hosts"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_is_as_planned(ranks: Launcher, tmp_path: Path, stage: int, world: int, hosts: int) -> None:
+    for planned, found in ranks(world)(held, str(tmp_path), stage, hosts):
+        assert planned == found > 0

@@ -140,6 +140,12 @@ class MemoryPieceWriter(PieceWriter):
             os.close(fd)
 
 
+def slices_bytes(file: Path) -> int:
+    """Bytes of the slices in a rank's file, its header left out."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+
+
 class _MemorySink:
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -185,6 +185,7 @@ class Saver:
 
     Attributes:
         places: Facts about the folders that checkpoints go into.
+        copied_bytes: Of copies in memory files that this process has written, and has got from another host.
     """
 
     def __init__(self, engine: TrainState) -> None:
@@ -198,7 +199,7 @@ class Saver:
         self._board: SaveBoard | None = None
         self._last_plan: tuple[Any, CheckpointPlan] | None = None
         self._store: Any = None
-        self._number = 0
+        self._number = self.copied_bytes = 0
         self._agreement = Agreement(self._engine)
         self.places = SavePlaces(self._engine.config.config.checkpoint.layout)
 

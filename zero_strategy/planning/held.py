@@ -50,6 +50,8 @@ class Snapshots(Protocol):
     @property
     def snapshot_file_bytes(self) -> tuple[int, int]: ...
 
+    copied_bytes: int
+
 
 class LedgeredEngine(Protocol):
     """A training, as far as it holds memory; see `ZeroEngine`."""
@@ -133,6 +135,8 @@ def ledger_of(engine: LedgeredEngine) -> Ledger:
     ledger.add(Entry("communication", "device", COMMUNICATORS, measured, measured))
     snapshot = engine.saver.snapshot_bytes
     ledger.add(Entry("snapshot", "host", Owner("checkpoint"), snapshot, snapshot))
+    copied = engine.saver.copied_bytes
+    ledger.add(Entry("copies", "host", Owner("survive"), copied, copied))
     asked, taken = engine.saver.snapshot_file_bytes
     ledger.add(Entry("snapshot", "nvme", Owner("checkpoint"), asked, taken))
     return ledger

@@ -28,13 +28,15 @@ Category = Literal[
     "gradient buckets",
     "staging",
     "snapshot",
+    "copies",
     "communication",
     "handles",
     "averages",
     "activations",
 ]
 """`gather buffers`: units that are whole under stage 3. `gradient buckets`: local gradients on their way into slices.
-`staging`: between tiers. `snapshot`: of a checkpoint being saved. `handles`: what stands for released parameters and
+`staging`: between tiers. `snapshot`: of a checkpoint being saved. `copies`: of the last two
+steps, in memory files that outlive the process (`survive`). `handles`: what stands for released parameters and
 gradients. `averages`: running averages of the weights (EMA, SWA)."""
 
 Tier = Literal["device", "host", "nvme"]

@@ -177,6 +177,8 @@ class MemoryPlan:
         config, tier = self.resolved.config, self.offload.parameters
         for entry in peaks_of(units, config, tier, self.device_type, self.accumulation):
             ledger.add(entry)
+        if config.survive.enabled:
+            ledger.add(self._copies(units, rank))
         for entry in (*self._sums_going_down(units, rank), *sums_over_slots(units, config, rank, self.device_type)):
             ledger.add(entry)
         device, host = self._activation_bytes()
@@ -381,8 +383,24 @@ class MemoryPlan:
         referenced = self.resolved.config.checkpoint.frozen == "reference"
         return (bucket for unit in units for bucket in unit if bucket.trainable or not referenced)
 
+    def _copies(self, units: Units, rank: int) -> Entry:
+        """Two copies of what this rank writes into a checkpoint, and two of a rank of the host before, if any."""
+        shard, world = self.resolved.shard, self.resolved.world_size
+        # The first replica writes for all; each host has the copies of the one before.
+        ranks = [rank] if self.ranks_per_host == world else [rank, (rank - self.ranks_per_host) % world]
+        asked = sum(2 * self._written(units, each)[0] for each in ranks if each < shard)
+        return Entry("copies", "host", Owner("survive"), asked, asked)
+
     def _snapshot(self, units: Units, rank: int) -> Entry:
         """A copy of what this rank writes into a checkpoint, each piece at a page's offset of its own."""
+        asked, pieces = self._written(units, rank)
+        taken = asked + PAGE * pieces
+        if self.device_type == "cuda" and taken:
+            taken = round_up(taken, PAGE)
+        return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
+
+    def _written(self, units: Units, rank: int) -> tuple[int, int]:
+        """Bytes and pieces that this rank writes into a checkpoint."""
         asked = pieces = 0
         for bucket in self._saved(units):
             found = bucket.layout.pieces(*bucket.slice_of(rank))
@@ -402,10 +420,7 @@ class MemoryPlan:
             persistent = [buffer for buffer in self.model.buffers.values() if buffer.persistent]
             asked += sum(self._buffer_bytes(buffer) for buffer in persistent)
             pieces += len(persistent)
-        taken = asked + PAGE * pieces
-        if self.device_type == "cuda" and taken:
-            taken = round_up(taken, PAGE)
-        return Entry("snapshot", "host", Owner("checkpoint"), asked, taken)
+        return asked, pieces
 
     def _snapshot_in_files(self, units: Units, rank: int) -> Entry:
         """One more place for what a save in the background writes: for chunks of tiers whole ones, else for pieces."""

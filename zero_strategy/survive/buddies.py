@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zero_strategy.checkpoint.memory_writer import KEPT
+from zero_strategy.checkpoint.memory_writer import KEPT, slices_bytes
 from zero_strategy.comm.process_group import own_group
 from zero_strategy.runtime.host_bytes import memory_of
 from zero_strategy.survive.membership import World
@@ -64,6 +64,7 @@ class Buddies:
         self._group = own_group([range(world.size)], timeout=_TIMEOUT, backend="gloo") if self._pairs else None
         self._thread: threading.Thread | None = None
         self._spare: dict[tuple[Path, int], Path] = {}
+        self._sizes: dict[tuple[Path, int], int] = {}
         self.sent = 0
 
     def start(self, directory: Path, file: Path, small: list[Path]) -> None:
@@ -96,6 +97,10 @@ class Buddies:
         for (place, rank), file in list(self._spare.items()):
             if place == directory and file.exists():
                 self._spare[place, rank] = file.replace(directory / f"{KEPT}{rank}")
+
+    def kept_bytes(self) -> int:
+        """Bytes of slices of others that have come, and whose memory is kept."""
+        return sum(self._sizes.values())
 
     def _travel(self, directory: Path, file: Path, small: list[Path]) -> None:
         try:
@@ -150,4 +155,4 @@ class Buddies:
             (directory / path).parent.mkdir(parents=True, exist_ok=True)
             (directory / path).write_bytes(content)
         coming.replace(target)
-        self._spare[directory, rank] = target
+        self._spare[directory, rank], self._sizes[directory, rank] = target, slices_bytes(target)

@@ -19,7 +19,7 @@ from typing import Any
 from zero_strategy.checkpoint import random_state
 from zero_strategy.checkpoint.folders import make_signed
 from zero_strategy.checkpoint.manifest import Manifest
-from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter
+from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter, slices_bytes
 from zero_strategy.checkpoint.piece_reader import PieceReader
 from zero_strategy.checkpoint.ranges import rank_path, small_path
 from zero_strategy.checkpoint.storage import Folder
@@ -132,6 +132,7 @@ class MemoryCopies:
         file = self._files[number]
         small = file.parent / "files" / random_state.path_of(world.rank)
         buddies.start(directory, file, [small] if small.exists() else [])
+        engine.saver.copied_bytes = sum(slices_bytes(path) for path in self._files.values()) + buddies.kept_bytes()
 
     def _buddies_of(self, world: World) -> Buddies:
         if self._buddies is None or self._buddies_for != world.key:
