@@ -27,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE
-from zero_strategy.survive.run import RANKS, RUN, memory_folder
+from zero_strategy.survive.run import AGENT, RANKS, RUN, memory_folder
+from zero_strategy.watchdog.peers import STATE, stat_fields
 
 HEARTBEAT_TIMEOUT = 0.7
 """Seconds without a beat after which the lighthouse holds a process for dead."""
@@ -36,6 +37,10 @@ STRAGGLER_TIMEOUT = 10.0
 _TICK = 0.02
 _END_SECONDS = 10.0
 """In which processes end that are told to."""
+_STOPPED_SECONDS = 10.0
+"""After which a process that is stopped (SIGSTOP) is killed: the others have given it up long before."""
+_UNTIL_END_OF_INPUT = 'exec 3<&0; "$@" 3<&- & found=$!; { cat <&3 >/dev/null; kill $found; } & wait $found'
+"""Shell: run a command until it ends, or until nobody has the other end of the input open any more."""
 _PRELOADED = ("torch", "zero_strategy", "zero_strategy.survive")
 
 
@@ -93,6 +98,9 @@ class Agent:
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self._started, self._status, self._told = 0, 0, 0
         self._pid = os.getpid()
+        self._stopped: dict[int, float] = {}
+        # Forks have the end that is written to as well: the lighthouse ends with the last of them, or of this one.
+        self._lives, self._open = os.pipe()
 
     def run(self) -> int:
         """Run until all processes have ended; returns the exit status.
@@ -132,9 +140,10 @@ class Agent:
 
     def _wait(self) -> None:
         """Wait for one process to end, and start it again if that was a death."""
-        try:
-            pid, status = os.wait()
-        except InterruptedError:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            self._kill_stopped()
+            time.sleep(_TICK)
             return
         if self._lighthouse is not None and pid == self._lighthouse.pid:
             # It knows nothing that the next beat would not tell it anew.
@@ -153,6 +162,16 @@ class Agent:
             print(f"zero-strategy run: place {place} {why}; the others are ended", file=sys.stderr)
             self._send(signal.SIGTERM)
         self._status = self._status or (code if code > 0 else 128 - code)
+
+    def _kill_stopped(self) -> None:
+        """Kill processes that were stopped long ago, so that their places are taken again."""
+        now = time.monotonic()
+        for pid in self._places:
+            fields = stat_fields(pid)
+            if fields is None or fields[STATE] != "T":
+                self._stopped.pop(pid, None)
+            elif now - self._stopped.setdefault(pid, now) > _STOPPED_SECONDS:
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def _most(self) -> int:
@@ -183,8 +202,8 @@ class Agent:
         ]  # fmt: skip
         # In a session of its own: it goes on where the agent is killed, and the processes with it.
         self._lighthouse = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True, env={**os.environ, "RUST_LOG": "error"},
+            ["sh", "-c", _UNTIL_END_OF_INPUT, "sh", *command], stdin=self._lives, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "RUST_LOG": "error"},
         )  # fmt: skip
 
     def _end(self) -> None:
@@ -195,8 +214,8 @@ class Agent:
             pid, _ = os.waitpid(-1, os.WNOHANG)
             self._places.pop(pid, None)
             time.sleep(_TICK)
+        os.close(self._open)  # the last one
         if self._lighthouse is not None:
-            self._lighthouse.kill()
             self._lighthouse.wait()
         shutil.rmtree(run_folder(self._launch.run), ignore_errors=True)
 
@@ -239,7 +258,7 @@ def environment(launch: Launch, place: int) -> Mapping[str, str]:
     """Variables of one process."""
     found = {
         PLACE: str(place), RANKS: str(launch.places), RUN: launch.run, LIGHTHOUSE: launch.lighthouse,
-        ADDRESS: launch.address,
+        ADDRESS: launch.address, AGENT: str(os.getppid()),
     }  # fmt: skip
     # Else torch prints its C++ frames for each connection that a death has broken.
     found["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -28,6 +28,8 @@ ADDRESS = "ZERO_STRATEGY_ADDRESS"
 
 HEARTBEAT_SECONDS = 0.1
 _CONNECT_SECONDS = 10.0
+_ABSENT_SECONDS = 30.0
+"""That a lighthouse may be away."""
 _QUORUM_SECONDS = 600.0
 """Longest wait for others who are alive and do not come; the lighthouse gives them up before."""
 
@@ -177,13 +179,24 @@ class Membership:
         """
         self._asked += 1
         own = json.dumps([*self._card, self._address, self._memory, self._asked, slots])
-        found = self._client.quorum(
-            self.name, timedelta(seconds=_QUORUM_SECONDS), address=own,
-            store_address=str(self.store.port), step=step, world_size=1, shrink_only=False,
-        )  # fmt: skip
+        found = self._found(own, step)
         members = [_member(each) for each in sorted(found.participants, key=lambda each: each.replica_id)]
         rank = next(rank for rank, each in enumerate(members) if each.name == self.name)
         return World(found.quorum_id, rank, members)
+
+    def _found(self, own: str, step: int) -> Any:
+        """The lighthouse's answer; it may be started again meanwhile."""
+        end = time.monotonic() + _ABSENT_SECONDS
+        while True:
+            try:
+                return self._client.quorum(
+                    self.name, timedelta(seconds=_QUORUM_SECONDS), address=own, store_address=str(self.store.port),
+                    step=step, world_size=1, shrink_only=False,
+                )  # fmt: skip
+            except (RuntimeError, TimeoutError, ConnectionError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(HEARTBEAT_SECONDS)
 
     def first_quorum(self, ranks: int, seconds: float) -> World:
         """The members at the start, when so many are there, or the time is over.

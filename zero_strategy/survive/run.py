@@ -45,6 +45,8 @@ from zero_strategy.survive.formation import MembersChangedError, dissolve, form
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
 from zero_strategy.watchdog.diagnosis import DesyncError
 
+AGENT = "ZERO_STRATEGY_AGENT"
+"""Environment variable: the process that removes the run's memory at its end."""
 RUN, RANKS, MEMORY = "ZERO_STRATEGY_RUN", "ZERO_STRATEGY_RANKS", "ZERO_STRATEGY_MEMORY"
 """Environment variables: a name of the run, for its memory; how many processes were launched; a memory file system."""
 _START_SECONDS = 60.0
@@ -276,6 +278,9 @@ class Run:
 
     def close(self) -> None:
         """The run is over for this process."""
+        # The agent removes the copies; without one, the first process of each host that ends does.
+        if os.environ.get(AGENT) != str(os.getppid()):
+            self._copies.remove()
         # Engines may go on with the last world's groups, which have met in some member's store.
         _kept.append(self._membership.store)
         self._membership.close()
