@@ -80,11 +80,13 @@ class World:
         number: Of the quorum: another one has other members.
         rank: This process's.
         members: By rank.
+        step: That the one who has come furthest has come to.
     """
 
     number: int
     rank: int
     members: Sequence[Member]
+    step: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -182,7 +184,7 @@ class Membership:
         found = self._found(own, step)
         members = [_member(each) for each in sorted(found.participants, key=lambda each: each.replica_id)]
         rank = next(rank for rank, each in enumerate(members) if each.name == self.name)
-        return World(found.quorum_id, rank, members)
+        return World(found.quorum_id, rank, members, max(each.step for each in found.participants))
 
     def _found(self, own: str, step: int) -> Any:
         """The lighthouse's answer; it may be started again meanwhile."""
@@ -198,16 +200,16 @@ class Membership:
                     raise
                 time.sleep(HEARTBEAT_SECONDS)
 
-    def first_quorum(self, ranks: int, seconds: float) -> World:
-        """The members at the start, when so many are there, or the time is over.
+    def first_quorum(self, ranks: int, seconds: float, slots: int = 0) -> World:
+        """The members at the start, when so many are there, the time is over, or others train already.
 
         Processes start at different times, and each one more would begin anew what the first ones have begun.
         """
         end = time.monotonic() + seconds
         while True:
-            world = self.quorum(0)
+            world = self.quorum(0, slots)
             # All of a quorum see the same one, and come to the same end.
-            if world.size >= ranks or time.monotonic() > end:
+            if world.size >= ranks or world.step or time.monotonic() > end:
                 return world
             time.sleep(HEARTBEAT_SECONDS)
 

@@ -90,11 +90,12 @@ class Run:
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
 
     @classmethod
-    def launched(cls, owner: str) -> tuple[Self, int]:
+    def launched(cls, owner: str, slots: int = 0) -> tuple[Self, int]:
         """The run that this process was launched for, and how many processes were.
 
         Args:
             owner: Who asks, for the message.
+            slots: Micro-batches of a step, which the ranks must divide; 0: `copy` finds it out.
 
         Raises:
             ImportError: If torchft is not installed.
@@ -109,7 +110,9 @@ class Run:
         address = os.environ.get(ADDRESS, "127.0.0.1")
         folder = memory_folder() / f"zero_strategy.{values[RUN]}"
         membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
-        return cls(membership, MemoryCopies(folder)), int(values[RANKS])
+        run = cls(membership, MemoryCopies(folder))
+        run._slots = slots
+        return run, int(values[RANKS])
 
     @property
     def rank(self) -> int:
@@ -229,9 +232,9 @@ class Run:
             train: The function.
             ranks: How many begin.
         """
-        world = self._membership.first_quorum(ranks, _START_SECONDS)
+        world = self._membership.first_quorum(ranks, _START_SECONDS, self._slots)
         while True:
-            self.world, self.beginnings, self._known = world, self.beginnings + 1, None
+            self.world, self.beginnings, self._known = self._awaited(world), self.beginnings + 1, None
             try:
                 form(self._membership, self.world, DEFAULT_TIMEOUT)
                 with self.ended():
@@ -245,6 +248,12 @@ class Run:
                 traceback.clear_frames(error.__traceback__)
             self.leave()
             world = known or self._answer()
+
+    def _awaited(self, world: World) -> World:
+        """The members that form; this process waits until it is one of them."""
+        while (found := world.fitting()).waits:
+            world = self._answer()
+        return found
 
     @contextmanager
     def ended(self) -> Iterator[None]:

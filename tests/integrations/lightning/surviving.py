@@ -109,7 +109,7 @@ def main(result: Path, survive: bool) -> None:
     trainer = pl.Trainer(
         strategy=ZeroStrategy(
             stage=int(os.environ.get("STAGE", "3")), units={"min_numel": 0},
-            reproducible={"slots": SLOTS, "seed": 7}, survive=survive,
+            reproducible={"slots": int(os.environ.get("SLOTS", SLOTS)), "seed": 7}, survive=survive,
             checkpoint={"asynchronous": "BACKGROUND" in os.environ},
         ),
         accelerator="cpu", devices=1, max_epochs=2, log_every_n_steps=1, gradient_clip_val=0.5,

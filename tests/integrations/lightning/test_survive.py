@@ -98,12 +98,14 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 class Fit:
-    """Three processes, of which one is killed."""
+    """Processes, of which one is killed."""
 
-    def __init__(self, nursery: Nursery, folder: Path, victim: int, when: str, **environment: str) -> None:
+    def __init__(
+        self, nursery: Nursery, folder: Path, victim: int, when: str, places: int = 3, **environment: str
+    ) -> None:
         self._nursery, self.folder, self._run = nursery, folder, f"test{uuid.uuid4().hex[:8]}"
-        self._environment = {"ZERO_STRATEGY_RUN": self._run, "ZERO_STRATEGY_RANKS": "3", **environment}
-        self.pids = [self.start(place, when if place == victim else "") for place in range(3)]
+        self._environment = {"ZERO_STRATEGY_RUN": self._run, "ZERO_STRATEGY_RANKS": str(places), **environment}
+        self.pids = [self.start(place, when if place == victim else "") for place in range(places)]
         self.victim = self.pids[victim]
 
     def start(self, place: int, when: str = "", name: str = "") -> int:
@@ -141,7 +143,7 @@ def test_a_fit_goes_on_without_a_rank(
     when: str,
     flags: dict[str, str],
 ) -> None:
-    fit = Fit(nursery, tmp_path, victim, when, **flags)
+    fit = Fit(nursery, tmp_path, victim, when, 3, **flags)
     found = fit.results(*({0, 1, 2} - {victim}))
     for each in found:
         for name in ("digest", "step", "lr", "saved", "best"):
@@ -177,3 +179,12 @@ def test_a_new_process_takes_a_place(nursery: Nursery, undisturbed: dict[str, An
         )
         assert each["world"] == 3
     assert fit.results(0)[0]["curve"] == undisturbed["curve"]
+
+
+def test_a_rank_that_does_not_divide_the_slots_waits(nursery: Nursery, tmp_path: Path) -> None:
+    """Two of three that are left go on; the third comes to their result when they have ended."""
+    fit = Fit(nursery, tmp_path, 1, "2.0", places=4, SLOTS="4")
+    found = fit.results(0, 2, 3)
+    assert [each["world"] for each in found] == [2, 2, 1]
+    assert len({each["digest"] for each in found}) == 1 and {each["step"] for each in found} == {16}
+    assert [step for step, _ in found[0]["curve"]] == list(range(16))

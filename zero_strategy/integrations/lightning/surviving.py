@@ -130,7 +130,7 @@ class SurvivingLauncher:
                 "and predict()"
             )
         _check(trainer, self._strategy)
-        run, ranks = _FitRun.launched("ZeroStrategy(survive=True)")
+        run, ranks = _FitRun.launched("ZeroStrategy(survive=True)", self._strategy.config.reproducible.slots)
         fit = run.fit = SurvivingFit(self._strategy, trainer, run, inspect.signature(function).bind(*args, **keywords))
         self._strategy.surviving = fit
         try:
