@@ -172,7 +172,8 @@ class SurvivingSteps:
                 "by `zero-strategy run`, not by torchrun or accelerate launch, and leave init_process_group out"
             )
         self._survived, self._logs, self._start_time = True, LogText(), time.time()
-        run, ranks = _TrainerRun.launched(f"{type(self).__name__} with survive.enabled")
+        slots = self.accelerator.zero_config.reproducible.slots
+        run, ranks = _TrainerRun.launched(f"{type(self).__name__} with survive.enabled", slots)
         run.trainer = self
         try:
             return run.call(self._begin, ranks, train, checkpoint, arguments, keywords)
