@@ -57,8 +57,7 @@ def steps_of(run: Run | None, config: dict[str, Any], steps: int, log: Path | No
     """
     torch.set_num_threads(1)
     model = build("transformer-tiny", 64)
-    watchdog = {} if run is None else {"watchdog": dict(run.watchdog)}
-    engine = ZeroEngine(model, {**config, "reproducible": SLOTS, **watchdog})
+    engine = ZeroEngine(model, {**config, "reproducible": SLOTS, "survive": run is not None})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine.attach(optimizer)
     state = {"step": 0} if run is None else run.restore(engine, {"step": 0})

@@ -88,7 +88,7 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
     torch.set_num_threads(1)
     if run is not None:
         deaths.rank = run.rank
-        config = {**config, "watchdog": dict(run.watchdog)}
+        config = {**config, "survive": True}
     model = Net()
     engine = ZeroEngine(model, {"reproducible": SLOTS, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -9,6 +9,7 @@ a fraction of a second. The agent computes nothing and has no threads, so that a
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -30,7 +31,7 @@ from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE
 from zero_strategy.survive.run import AGENT, RANKS, RUN, memory_folder
 from zero_strategy.watchdog.peers import STATE, stat_fields
 
-HEARTBEAT_TIMEOUT = 0.7
+HEARTBEAT_TIMEOUT = 0.5
 """Seconds without a beat after which the lighthouse holds a process for dead."""
 STRAGGLER_TIMEOUT = 10.0
 """Seconds that the lighthouse waits for one that beats and does not ask."""
@@ -41,7 +42,8 @@ _STOPPED_SECONDS = 10.0
 """After which a process that is stopped (SIGSTOP) is killed: the others have given it up long before."""
 _UNTIL_END_OF_INPUT = 'exec 3<&0; "$@" 3<&- & found=$!; { cat <&3 >/dev/null; kill $found; } & wait $found'
 """Shell: run a command until it ends, or until nobody has the other end of the input open any more."""
-_PRELOADED = ("torch", "zero_strategy", "zero_strategy.survive")
+_PRELOADED = ("torch", "torch._dynamo", "zero_strategy", "zero_strategy.survive")
+"""The second is what the first optimizer of a process loads, for a second."""
 
 
 @dataclass
@@ -113,6 +115,9 @@ class Agent:
             self._serve()
         for name in (*_PRELOADED, *launch.preload):
             importlib.import_module(name)
+        # Forks need not look through the libraries' objects when they look for what nobody holds any more.
+        gc.collect()
+        gc.freeze()
         before = {each: signal.signal(each, self._tell) for each in (signal.SIGTERM, signal.SIGINT)}
         try:
             for place in range(launch.first, launch.first + launch.processes):

@@ -26,7 +26,7 @@ PLACE = "ZERO_STRATEGY_PLACE"
 ADDRESS = "ZERO_STRATEGY_ADDRESS"
 """Environment variable: the address under which other hosts reach this one."""
 
-HEARTBEAT_SECONDS = 0.1
+HEARTBEAT_SECONDS = 0.05
 _CONNECT_SECONDS = 10.0
 _ABSENT_SECONDS = 30.0
 """That a lighthouse may be away."""

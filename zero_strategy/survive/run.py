@@ -2,7 +2,7 @@
 
     def train(run):
         model = GPT(...)
-        engine = ZeroEngine(model, {"stage": 3, "reproducible": 8, "watchdog": run.watchdog})
+        engine = ZeroEngine(model, {"stage": 3, "reproducible": 8, "survive": True})
         optimizer = torch.optim.AdamW(model.parameters())
         engine.attach(optimizer)
         state = run.restore(engine, {"step": 0})
@@ -75,10 +75,7 @@ class Run:
     Attributes:
         world: The ranks of this beginning.
         beginnings: How often the function was called.
-        watchdog: Settings for `watchdog`, by which a death is noticed soon.
     """
-
-    watchdog: Mapping[str, Any] = {"wait_seconds": 0.6, "silence_seconds": 2.0, "unheard_seconds": 5.0}
 
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
         self._membership, self._copies = membership, copies
