@@ -26,7 +26,7 @@ def run(folder: Path, config: dict[str, Any], deaths: list[list[Any]], ranks: in
         str(folder), json.dumps(config), str(steps), json.dumps(deaths),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stderr
 
