@@ -38,12 +38,13 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
+from zero_strategy.comm.store import BarrierError, FailedElsewhereError
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
-from zero_strategy.watchdog.diagnosis import DesyncError
+from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 
 AGENT = "ZERO_STRATEGY_AGENT"
 """Environment variable: the process that removes the run's memory at its end."""
@@ -53,8 +54,13 @@ _START_SECONDS = 60.0
 """Longest wait for the processes that were launched."""
 _GONE_SECONDS = 2.0
 """In which a process ends whose connections have broken."""
-_DEATHS = {"gone", "stopped", "silent"}
+_LEFT = "left"
+_DEATHS = {"gone", "stopped", "silent", _LEFT}
 """Kinds of failures after which the other ranks can go on."""
+_OF_GROUPS = ("gloo/", "Connection closed by peer", "Connection reset")
+"""Parts of the errors of groups whose members are gone, or have left."""
+_MOST_VAIN = 8
+"""Beginnings after each other that come to no end of a step."""
 
 _kept: list[TCPStore] = []
 """Stores of runs that are over in this process."""
@@ -85,6 +91,8 @@ class Run:
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
+        self._vain = 0
 
     @classmethod
     def launched(cls, owner: str, slots: int = 0) -> tuple[Self, int]:
@@ -132,6 +140,7 @@ class Run:
             What `commit` was given, or `state`.
         """
         self._engines.add(engine)
+        self._watched.add(engine)
         found = self._copies.restore(engine)
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         return dict(state or {}) if found is None else found
@@ -183,6 +192,8 @@ class Run:
         Raises:
             OSError: If a host has no memory left for the copy.
         """
+        self._watched.add(engine)
+        self._vain = 0
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
@@ -238,7 +249,9 @@ class Run:
                     return train(self, *args, **kwargs)
             except Exception as error:
                 self._check_goes_on(error)
-                _logger.warning("%s: this process goes on", str(error).partition("\n")[0])  # then come torch's frames
+                why = str(error).partition("\n")[0]  # then come torch's frames
+                _logger.warning("%s: this process goes on", why)
+                self._tell(why)
                 # Those who came know that answer of the lighthouse, and form by it.
                 known = error.world if isinstance(error, MembersChangedError) else None
                 # Its frames have the model and the engine.
@@ -267,11 +280,26 @@ class Run:
             if error.failure.kind in _DEATHS:
                 return
             raise error
+        self._vain += 1
+        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError)) or (
+            isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_GROUPS)
+        )
+        if of_groups and self._vain < _MOST_VAIN:
+            return  # others have left, who may have known of a death before
         end = time.monotonic() + _GONE_SECONDS
         while not self.world.gone():
             if time.monotonic() > end:
                 raise error
             time.sleep(0.05)
+
+    def _tell(self, why: str) -> None:
+        """Let those who wait for this rank know that it has left: its process is there, and nothing else would end."""
+        failure = Failure(_LEFT, self.rank, f"rank {self.rank} has left: {why}", {})
+        for engine in list(self._watched):
+            watchdog = None if engine.ended else engine.mesh.watchdog
+            if watchdog is not None and watchdog.failure is None:
+                watchdog.fail(failure)
+        self._watched.clear()
 
     def leave(self) -> None:
         """Let go of the engines and groups of a world that is no more."""
