@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -55,6 +55,8 @@ def form(membership: Membership, world: World, timeout: timedelta) -> None:
     Raises:
         MembersChangedError: If a member has died meanwhile, or does not come.
     """
+    # The answer may be of before a death: connecting to a store that is gone takes all of the time-out.
+    _check_alive(world, range(world.size))
     first, seconds = world.members[0], timedelta(seconds=CONNECT_SECONDS)
     os.environ.update(
         RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank),
@@ -82,11 +84,15 @@ def _meet(store: Store, world: World) -> None:
     end = time.monotonic() + CONNECT_SECONDS
     missing = [rank for rank in range(world.size) if rank != world.rank]
     while missing := [rank for rank in missing if not store.check([f"here{rank}"])]:
-        if gone := [rank for rank in missing if world.members[rank].is_gone]:
-            raise MembersChangedError(f"rank {gone[0]} of formation {world.number} has died before it began")
+        _check_alive(world, missing)
         if time.monotonic() > end:
             raise MembersChangedError(f"ranks {missing} of formation {world.number} did not come")
         time.sleep(_LOOK_SECONDS)
+
+
+def _check_alive(world: World, ranks: Iterable[int]) -> None:
+    if gone := [rank for rank in ranks if world.members[rank].is_gone]:
+        raise MembersChangedError(f"rank {gone[0]} of formation {world.number} has died before it began")
 
 
 def dissolve() -> None:

@@ -140,7 +140,7 @@ class Run:
             What `commit` was given, or `state`.
         """
         self._engines.add(engine)
-        self._watched.add(engine)
+        self._watch(engine)
         found = self._copies.restore(engine)
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         return dict(state or {}) if found is None else found
@@ -192,7 +192,7 @@ class Run:
         Raises:
             OSError: If a host has no memory left for the copy.
         """
-        self._watched.add(engine)
+        self._watch(engine)
         self._vain = 0
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         # The lighthouse answers when all have asked: meanwhile this rank copies.
@@ -291,6 +291,13 @@ class Run:
             if time.monotonic() > end:
                 raise error
             time.sleep(0.05)
+
+    def _watch(self, engine: ZeroEngine) -> None:
+        """Let this engine's other ranks be told if this one leaves."""
+        if engine not in self._watched:
+            self._watched.add(engine)
+            if engine.mesh.watchdog is not None:
+                engine.mesh.watchdog.connect()
 
     def _tell(self, why: str) -> None:
         """Let those who wait for this rank know that it has left: its process is there, and nothing else would end."""

@@ -130,6 +130,10 @@ class StoreClient:
         self._heartbeat: tuple[int, int] | None = None
         self._asked_at = 0.0
 
+    def open(self) -> None:
+        """Begin to connect: a connection that is there breaks at once with the store's process, a new one waits."""
+        self._worker.submit(self._open)
+
     def exchange(self, own: Report | None, *, fetch: Collection[int] = (), listen: Collection[int] = ()) -> None:
         """Begin to leave a report, to look for a failure, to fetch reports of these, and to listen to those.
 
@@ -184,10 +188,16 @@ class StoreClient:
             self._answered(self._worker.submit(post))
         return failure if self.known is None else self.known
 
-    def first(self, seconds: float) -> Failure | None:
-        """The failure that was posted first, waiting so long for one."""
-        end = time.monotonic() + seconds
-        while self.known is None and self._reachable and time.monotonic() < end:
+    def first(self, seconds: float, over: Callable[[], bool] = lambda: False) -> Failure | None:
+        """The failure that was posted first, waiting so long for one.
+
+        Args:
+            seconds: Longest wait.
+            over: Nothing is posted any more; asked before each look, of which there is one more then.
+        """
+        end, last = time.monotonic() + seconds, False
+        while self.known is None and self._reachable and not last and time.monotonic() < end:
+            last = over()
             self.exchange(None)
             time.sleep(0.05)
         return self.known

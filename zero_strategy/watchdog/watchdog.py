@@ -209,6 +209,10 @@ class Watchdog:
             self.told()
             raise DesyncError(self.failure.text, self.failure)
 
+    def connect(self) -> None:
+        """Connect to the store now, and not when there is something to tell; see `StoreClient.open`."""
+        self._store_client.open()
+
     def told(self) -> None:
         """This rank raises what it was told: it knows."""
         self._told = True
@@ -254,7 +258,8 @@ class Watchdog:
     def explained(self, error: BaseException | None, watched: CollectiveRecord) -> DesyncError:
         """Error to raise where a collective has failed."""
         if self.failure is None:
-            found = self._store_client.first(_REASON_SECONDS)
+            # A process posts its reason before it ends.
+            found = self._store_client.first(_REASON_SECONDS, partial(self._any_gone, watched.track.ranks))
             found = self.fail(found or self._cause(error, watched))
         else:
             found = self.failure
@@ -274,6 +279,9 @@ class Watchdog:
         if failure is not None and failure.rank == rank and failure.kind in ("gone", "silent"):
             return failure.text
         return _ENDED if condition(self._cards[rank]) == "gone" else ""
+
+    def _any_gone(self, ranks: Sequence[int]) -> bool:
+        return any(condition(self._cards[rank]) == "gone" for rank in self._peers(ranks))
 
     def _cause(self, error: BaseException | None, watched: CollectiveRecord) -> Failure:
         own = self._report(call_site_of(watched.thread), watched.wait(), 0.0)
