@@ -265,8 +265,13 @@ class Saver:
         weights_dtype: torch.dtype | None,
         frozen: Literal["store", "reference"] | None = None,
         writer: Callable[[SaveBoard, str], SaveWriter] | None = None,
+        patience: float | None = None,
     ) -> PendingSave:
-        """See `ZeroEngine.save`; with a `writer`, made from board and token, it is the caller's who keeps what."""
+        """See `ZeroEngine.save`; with a `writer`, made from board and token, it is the caller's who keeps what.
+
+        Args:
+            patience: Seconds that a rank may show no sign of life; default: `checkpoint.timeout_seconds`.
+        """
         engine, settings = self._engine, self._engine.config.config.checkpoint
         # Before the meeting: it is the same on all ranks.
         if weights_dtype is not None and optimizers:
@@ -294,7 +299,7 @@ class Saver:
             self.wait()  # it is over on all ranks
         assert not self.busy(), "one save at a time: they share the snapshot's memory"
         # Behind the agreement: a save that is refused by all has no number.
-        board, self._last_lost = self._next_board(), True
+        board, self._last_lost = self._next_board(patience), True
         try:
             order = [item for item in state_dict_entries(engine.module) if item[0] not in referenced]
             order += described.items()
@@ -433,8 +438,9 @@ class Saver:
             self._last_plan = (key, plan)
         return self._last_plan[1]
 
-    def _next_board(self) -> SaveBoard:
-        world_group, timeout = self._engine.mesh.world_group, self._engine.config.config.checkpoint.timeout_seconds
+    def _next_board(self, patience: float | None) -> SaveBoard:
+        world_group = self._engine.mesh.world_group
+        timeout = patience or self._engine.config.config.checkpoint.timeout_seconds
         self._number += 1
         if self._store is None:
             # Kept for all saves: each connection is one of the store's server, too.

@@ -32,6 +32,8 @@ from zero_strategy.survive.membership import World
 _TURN, _STATE = "turn", "state"
 """Entries of a copy's user metadata: its number, and what the training function has given."""
 _TURNS = 2
+_PATIENCE = 5.0
+"""Seconds without a sign of life, such as of a host that has died while it copied."""
 
 _logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class MemoryCopies:
             f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state)}, extra_files=extra_files or {},
             own_files={},
             counters=engine.steps.counters(), optimizers=True, update_latest=False, asynchronous=False,
-            weights_dtype=None, writer=writer,
+            weights_dtype=None, writer=writer, patience=_PATIENCE,
         )  # fmt: skip
         self.turn = turn
         file = self._files[number]
