@@ -23,6 +23,7 @@ _OWN = "what this process, or a library in it, has just written"
 ALLOWED = {
     "checkpoint/exports.py": {"json.loads": _OWN},
     "checkpoint/folders.py": {"read_text": _KERNEL},
+    "checkpoint/memory_writer.py": {"open": _RANKS},
     "checkpoint/piece_writer.py": {"json.loads": _RANKS},
     "checkpoint/save_job.py": {"json.loads": _RANKS},
     "cli/report.py": {"read_text": "parts of the page, in the package"},
@@ -34,6 +35,7 @@ ALLOWED = {
     "diagnostics/recorder.py": {"read_text": _KERNEL},
     "diagnostics/run_files.py": {"read_bytes": _OWN},
     "integrations/accelerate/saving.py": {"read_bytes": _OWN},
+    "integrations/huggingface/survival.py": {"json.loads": _RANKS},
     "integrations/huggingface/trainer.py": {"read_bytes": _OWN},
     "ops/fatbin.py": {"read_bytes": "the package's own library"},
     "ops/build.py": {"read_bytes": "the package's sources", "json.loads": _OWN},
@@ -42,6 +44,8 @@ ALLOWED = {
     "runtime/bounded_json.py": {"json.loads": "the bounded parser"},
     "runtime/host_threads.py": {"read_bytes": _KERNEL},
     "runtime/regular_files.py": {"open": "the reader"},
+    "survive/buddies.py": {"pickle.loads": _RANKS, "read_bytes": _OWN},
+    "survive/membership.py": {"json.loads": _RANKS},
     "watchdog/diagnosis.py": {"json.loads": _RANKS},
     "watchdog/peers.py": {"json.loads": _RANKS, "read_text": _KERNEL},
 }
