@@ -102,13 +102,6 @@ class MemoryPieceWriter(PieceWriter):
         """Nothing: without a manifest it is no checkpoint, and its memory is the next one's."""
         self._plan = None
 
-    def clean_up(self) -> None:
-        """Remove what ranks of an earlier checkpoint have left, who are gone."""
-        if self._first:
-            for path in self.directory.iterdir():
-                if path.name not in (self.folder, MANIFEST_NAME) and not path.name.startswith(KEPT):
-                    remove(path)
-
     def _seal(self, manifest: bytes, small: Mapping[str, bytes]) -> None:
         if not self._first:
             return
@@ -118,6 +111,11 @@ class MemoryPieceWriter(PieceWriter):
         written.write_bytes(manifest)
         # At once, and last: it says that everything else is there.
         written.replace(self.directory / MANIFEST_NAME)
+        # Now, and not in the background: all ranks have taken their earlier files, and the next copy is not begun. It
+        # is what ranks have left who are gone.
+        for path in self.directory.iterdir():
+            if path.name not in (self.folder, MANIFEST_NAME) and not path.name.startswith(KEPT):
+                remove(path)
 
     def _manifest_there(self) -> Manifest:
         return Manifest.read(self.directory)
@@ -141,9 +139,12 @@ class MemoryPieceWriter(PieceWriter):
 
 
 def slices_bytes(file: Path) -> int:
-    """Bytes of the slices in a rank's file, its header left out."""
-    with file.open("rb") as opened:
-        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+    """Bytes of the slices in a rank's file, its header left out; 0 if it is not there: its copy was given up."""
+    try:
+        with file.open("rb") as opened:
+            return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+    except FileNotFoundError:
+        return 0
 
 
 class _MemorySink:
