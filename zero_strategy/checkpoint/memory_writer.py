@@ -113,9 +113,9 @@ class MemoryPieceWriter(PieceWriter):
         written.replace(self.directory / MANIFEST_NAME)
         # Now, and not in the background: all ranks have taken their earlier files, and the next copy is not begun. It
         # is what ranks have left who are gone.
-        for path in self.directory.iterdir():
-            if path.name not in (self.folder, MANIFEST_NAME) and not path.name.startswith(KEPT):
-                remove(path)
+        for entry in self.directory.iterdir():
+            if entry.name not in (self.folder, MANIFEST_NAME) and not entry.name.startswith(KEPT):
+                remove(entry)
 
     def _manifest_there(self) -> Manifest:
         return Manifest.read(self.directory)

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +43,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
-from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Membership, World
+from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Member, Membership, World
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 
 AGENT = "ZERO_STRATEGY_AGENT"
@@ -93,6 +93,7 @@ class Run:
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
         self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
         self._vain = 0
+        self._everyone: Sequence[Member] = []
 
     @classmethod
     def launched(cls, owner: str, slots: int = 0) -> tuple[Self, int]:
@@ -228,6 +229,7 @@ class Run:
         asked, world = self._ask(), None
         try:
             world = asked.result()
+            self._everyone = world.members
         finally:
             if asked.done():  # not after a Ctrl-C
                 self._asked = None
@@ -241,6 +243,7 @@ class Run:
             ranks: How many begin.
         """
         world = self._membership.first_quorum(ranks, _START_SECONDS, self._slots)
+        self._everyone = world.members
         while True:
             self.world, self.beginnings, self._known = self._awaited(world), self.beginnings + 1, None
             try:
@@ -319,8 +322,10 @@ class Run:
 
     def close(self) -> None:
         """The run is over for this process."""
-        # The agent removes the copies; without one, the first process of each host that ends does.
-        if os.environ.get(AGENT) != str(os.getppid()):
+        # The agent removes the copies; without one, whoever ends when no other process of this host waits for its turn.
+        waiting = [each for each in self._everyone if each.name not in self.world.names and not each.is_gone]
+        own = {each.host for each in self.world.members if each.name == self._membership.name}
+        if os.environ.get(AGENT) != str(os.getppid()) and not any(each.host in own for each in waiting):
             self._copies.remove()
         # Engines may go on with the last world's groups, which have met in some member's store.
         _kept.append(self._membership.store)
