@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE
-from zero_strategy.survive.run import AGENT, RANKS, RUN, memory_folder
+from zero_strategy.survive.run import AGENT, RANKS, RUN, run_folder
 from zero_strategy.watchdog.peers import STATE, stat_fields
 
 HEARTBEAT_TIMEOUT = 0.5
@@ -223,11 +223,6 @@ class Agent:
         if self._lighthouse is not None:
             self._lighthouse.wait()
         shutil.rmtree(run_folder(self._launch.run), ignore_errors=True)
-
-
-def run_folder(run: str) -> Path:
-    """Folder of a run's copies in this host's memory."""
-    return memory_folder() / f"zero_strategy.{run}"
 
 
 def lighthouse_command() -> str:

@@ -114,7 +114,7 @@ class Run:
                 "--nproc-per-node N script.py`"
             )
         address = os.environ.get(ADDRESS, "127.0.0.1")
-        folder = memory_folder() / f"zero_strategy.{values[RUN]}"
+        folder = run_folder(values[RUN])
         membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
         run = cls(membership, MemoryCopies(folder))
         run._slots = slots
@@ -359,6 +359,7 @@ def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.
         run.close()
 
 
-def memory_folder() -> Path:
-    """Memory file system of this host, where copies outlive processes."""
-    return Path(os.environ.get(MEMORY) or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
+def run_folder(run: str) -> Path:
+    """Folder of a run's copies, in a memory file system of this host, where they outlive processes."""
+    memory = os.environ.get(MEMORY) or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    return Path(memory) / f"zero_strategy.{run}"
