@@ -303,7 +303,7 @@ def test_explain_marks_numbers_of_another_activation_mode():
 
 def test_a_death_is_noticed_soon_where_others_go_on_after_it():
     watchdog = resolve(load_config(survive=True), 2).config.watchdog
-    assert (watchdog.wait_seconds, watchdog.silence_seconds) == (0.3, 2.0)
+    assert (watchdog.wait_seconds, watchdog.silence_seconds) == (0.6, 2.0)
     assert resolve(load_config(survive=True), 2).config.origin_of("watchdog.wait_seconds").startswith("derived: ")
     watchdog = resolve(load_config(survive={"enabled": True}, watchdog={"wait_seconds": 3.0}), 2).config.watchdog
     assert (watchdog.wait_seconds, watchdog.silence_seconds) == (3.0, 2.0)

@@ -246,7 +246,7 @@ def _check_slots(config: ZeroConfig, world_size: int) -> None:
             raise ValueError(f"reproducible.slots is {slots} [{origin}], and {key} is {value!r}: {why}")
 
 
-_SOON = {"wait_seconds": 0.3, "silence_seconds": 2.0, "unheard_seconds": 5.0}
+_SOON = {"wait_seconds": 0.6, "silence_seconds": 2.0, "unheard_seconds": 5.0}
 """Settings of `watchdog` by which a death is noticed soon."""
 
 
