@@ -160,15 +160,21 @@ class Run:
         self.copy(engine, state)
         self.check_members()
 
+    @property
+    def turn(self) -> int:
+        """Number of the last copy."""
+        return self._copies.turn
+
+    def gather(self, own: Any) -> list[Any]:
+        """The objects of all ranks. A collective of the default process group."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, own)
+        return found
+
     def find(self) -> Copy | None:
         """The newest copy that is whole, which the caller loads. A collective of the default process group."""
 
-        def gather(own: Any) -> list[Any]:
-            found: list[Any] = [None] * self.world_size
-            dist.all_gather_object(found, own)
-            return found
-
-        copies = self._copies.find(gather)
+        copies = self._copies.find(self.gather)
         if not copies:
             return None
         self._copies.turn = copies[0].turn

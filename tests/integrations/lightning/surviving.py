@@ -28,6 +28,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from zero_strategy import ZeroStrategy  # noqa: E402
+from zero_strategy.survive.formation import MembersChangedError  # noqa: E402
 
 ROWS, SLOTS = 60, 6
 
@@ -68,6 +69,26 @@ class Dies(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Saves(ModelCheckpoint):
+    """Ends this rank's part where a checkpoint is saved, and ModelCheckpoint has not yet taken note of it.
+
+    The environment variable DIE kills the process (`saved.step`), or takes it out of the ranks (`leaves.step`).
+    """
+
+    left = False
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        end, _, step = os.environ.get("DIE", "").partition(".")
+        if end not in ("saved", "leaves") or step != str(trainer.global_step) or self.left:
+            super()._save_checkpoint(trainer, filepath)
+            return
+        trainer.save_checkpoint(filepath)
+        if end == "saved":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left = True
+        raise MembersChangedError("this rank leaves")
+
+
 class Curve(pl.loggers.logger.DummyLogger):
     """Keeps the losses that were logged, and writes down when steps end."""
 
@@ -103,7 +124,7 @@ def main(result: Path, survive: bool) -> None:
     rows = TensorDataset(x, x.sum(1, keepdim=True).sin())
     curve = Curve(result.with_suffix(".trace"))
     folder = result.parent / "checkpoints" if survive else result.parent / "undisturbed"
-    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    saves = Saves(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     best = ModelCheckpoint(folder, "best-{step}", monitor="val_loss", save_top_k=1)
     callbacks = [saves, best, Dies(), Slow()]
     trainer = pl.Trainer(

@@ -169,10 +169,18 @@ def test_another_process_logs_on_where_the_first_has_died(
     assert found[0]["rank"] == 0 and found[0]["curve"] == undisturbed["curve"][3:]
 
 
-@pytest.mark.xfail(
-    reason="a known defect: beside other work a new process and those that it joins come to other collectives",
-    strict=False,
-)
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("when", ["saved.4", "leaves.4"])
+def test_a_checkpoint_is_saved_again_with_its_step(
+    nursery: Nursery, undisturbed: dict[str, Any], tmp_path: Path, when: str, background: bool
+) -> None:
+    """Ranks 0 and 2 have noted that they have saved, and rank 1 has not: all must save it again, under its name."""
+    fit = Fit(nursery, tmp_path, 1, when, **({"BACKGROUND": "1"} if background else {}))
+    for each in fit.results(*([0, 2] if when == "saved.4" else [0, 1, 2])):
+        for name in ("digest", "step", "lr", "saved", "best"):
+            assert each[name] == undisturbed[name], (name, fit.folder)
+
+
 def test_a_new_process_takes_a_place(nursery: Nursery, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     fit = Fit(nursery, tmp_path, 1, "1.1", SLOW="0.1", BACKGROUND="1")
     wait(lambda: ended(fit.victim))

@@ -144,6 +144,13 @@ class TrainerCheckpoints(_Base):
             self.engine.mesh.barrier.wait_for_all("Trainer.save_checkpoint()")
         # Names that ranks have made may differ, and they write into one directory.
         path = str(self.broadcast(os.fspath(filepath)))
+        with contextlib.nullcontext() if self.surviving is None else self.surviving.saving(path):
+            self._save_either(checkpoint, filepath, path, storage_options)
+
+    def _save_either(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], path: str, storage_options: Any
+    ) -> None:
+        """Save as a directory, or as one whole file."""
         if self.saves_whole_files(checkpoint):
             if not self._asks_for_whole_files:
                 _warn(

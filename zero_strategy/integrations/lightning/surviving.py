@@ -28,6 +28,7 @@ from zero_strategy.config import ZeroConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.lightning.checkpoint_dict import LIGHTNING_FILE, pack
 from zero_strategy.integrations.lightning.formed import FormedEnvironment
+from zero_strategy.integrations.lightning.redone_saves import RedoneSaves
 from zero_strategy.integrations.takeover import engines_over
 from zero_strategy.survive import Run
 
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_START, _STOP, _NEXT = "start", "should_stop", "next"
-"""Entries of a copy's state: that it has weights alone; that a callback has asked for the end; what follows."""
+_START, _STOP, _NEXT, _SAVES = "start", "should_stop", "next", "saves"
+"""Entries of a copy's state: that it has weights alone; that a callback has asked for the end; what follows; by what
+checkpoint callbacks decide."""
 _VALIDATION, _EPOCH_END = "validation", "epoch end"
 
 _logger = logging.getLogger(__name__)
@@ -193,6 +195,8 @@ class SurvivingFit:
         self._follows, self._lost, self._logged = "", False, -1
         self._loops = copy.deepcopy(trainer.fit_loop.state_dict())
         self._callback = strategy.copies_class(self)
+        self._saves = RedoneSaves(trainer)
+        self._decisions: Mapping[str, Any] | None = None
 
     def begin(self, function: Callable[..., Any]) -> Any:
         """Call the fit, from the newest copy that is whole."""
@@ -202,12 +206,14 @@ class SurvivingFit:
         # Each world has a number of its own.
         trainer.accumulate_grad_batches = 1
         arguments, found = dict(self._arguments.arguments), self.run.find()
-        self.reader, self._weights, self._follows = None, None, ""
+        self._saves.begin(self.run.turn, self.run.gather, self.run.rank == 0)
+        self.reader, self._weights, self._follows, self._decisions = None, None, "", None
         if found is not None and found.state.get(_START):
             self._weights = found.reader
         elif found is not None:
             self.reader = found.reader
             trainer.should_stop, self._follows = bool(found.state[_STOP]), str(found.state[_NEXT])
+            self._decisions = found.state[_SAVES]
             trainer.fit_loop.epoch_loop.val_loop._has_run = self._follows == _EPOCH_END
             arguments["ckpt_path"] = str(found.reader.directory)
         elif self._lost and arguments.get("ckpt_path") is None:
@@ -216,6 +222,8 @@ class SurvivingFit:
 
     def set_up(self, engine: ZeroEngine) -> None:
         """Give the engine, once its optimizers are attached, the first weights; or copy them."""
+        # Not before: the module's own callbacks come with each beginning.
+        self._saves.decide_as(self._decisions)
         if self._weights is not None:
             engine.load(self._weights)
         elif self.reader is None and self._arguments.arguments.get("ckpt_path") is None:
@@ -256,8 +264,13 @@ class SurvivingFit:
         for name in ("state_dict", "optimizer_states"):
             rest.pop(name, None)
         files = {LIGHTNING_FILE: pack(rest, engine.module)} if self._strategy.is_global_zero else {}
-        state = {_START: False, _STOP: bool(self._trainer.should_stop), _NEXT: follows}
+        state = {_START: False, _STOP: bool(self._trainer.should_stop), _NEXT: follows, _SAVES: self._saves.decisions()}
         self.run.copy(engine, state, files, asks=asks)
+        self._saves.copied(self.run.turn)
+
+    def saving(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Inside a checkpoint is saved, perhaps in the background."""
+        return self._saves.saving(path, self.run.turn, self._strategy.engine.saver.then)
 
     def logs(self, step: int) -> bool:
         """True if a step is logged for the first time by this process; a step that is computed again was."""
@@ -267,6 +280,7 @@ class SurvivingFit:
     def end(self) -> None:
         """Take no more copies."""
         self._trainer.callbacks = [each for each in self._trainer.callbacks if each is not self._callback]
+        self._saves.copied(self.run.turn)
 
     def abandon(self) -> None:
         """Leave a fit that an exception has ended as one that can be called again."""
