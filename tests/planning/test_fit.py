@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from zero_strategy.cli.plan_fit import (
-    Budget,
     changes_that_fit,
-    fits,
     gpt_shape,
     kept_bytes,
     largest_models,
     moved_bytes,
-    needs,
     notes,
     suggestions,
     with_resident,
@@ -29,6 +26,7 @@ from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.model_shape import ModelShape
+from zero_strategy.planning.room import Budget, fits, needs
 from zero_strategy.runtime.terminal import size
 
 GB = 10**9

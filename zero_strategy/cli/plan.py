@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_strategy.cli.plan_fit import (
-    Budget,
     largest_json,
     largest_models,
     largest_table,
@@ -24,6 +23,7 @@ from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.load import config_of, read_layer
 from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.room import Budget
 from zero_strategy.quantized.foreseen import QUANTISATIONS
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.terminal import complain, parse_size
