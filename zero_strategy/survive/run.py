@@ -37,8 +37,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from typing_extensions import Self
 
-from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
+from zero_strategy.comm.process_group import DEFAULT_TIMEOUT, default_group
 from zero_strategy.comm.store import BarrierError, FailedElsewhereError
+from zero_strategy.comm.transport import break_group
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
@@ -141,7 +142,7 @@ class Run:
             What `commit` was given, or `state`.
         """
         self._engines.add(engine)
-        self._watch(engine)
+        self.watch(engine)
         found = self._copies.restore(engine)
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         return dict(state or {}) if found is None else found
@@ -199,7 +200,7 @@ class Run:
         Raises:
             OSError: If a host has no memory left for the copy.
         """
-        self._watch(engine)
+        self.watch(engine)
         self._vain = 0
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         # The lighthouse answers when all have asked: meanwhile this rank copies.
@@ -305,12 +306,19 @@ class Run:
                 raise error
             time.sleep(0.05)
 
-    def _watch(self, engine: ZeroEngine) -> None:
-        """Let this engine's other ranks be told if this one leaves."""
+    def watch(self, engine: ZeroEngine) -> None:
+        """Let this engine's other ranks be told if this one leaves, and every wait for one that has left end."""
         if engine not in self._watched:
             self._watched.add(engine)
             if engine.mesh.watchdog is not None:
                 engine.mesh.watchdog.connect()
+                engine.mesh.watchdog.add_break(self._break_default_group)
+
+    def _break_default_group(self) -> None:
+        """End waits in torch's own collectives, which are a framework's, and of which a watchdog has no record."""
+        if (group := default_group()) is not None:
+            for device in ("cpu", "cuda"):
+                break_group(group, device)
 
     def _tell(self, why: str) -> None:
         """Let those who wait for this rank know that it has left: its process is there, and nothing else would end."""

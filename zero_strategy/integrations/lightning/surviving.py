@@ -222,6 +222,7 @@ class SurvivingFit:
 
     def set_up(self, engine: ZeroEngine) -> None:
         """Give the engine, once its optimizers are attached, the first weights; or copy them."""
+        self.run.watch(engine)
         # Not before: the module's own callbacks come with each beginning.
         self._saves.decide_as(self._decisions)
         if self._weights is not None:
