@@ -64,6 +64,8 @@ from zero_strategy.watchdog.module_progress import report_to_watchdog
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from zero_strategy.auto.example import Example
+
 
 class ZeroEngine:
     """Shards a module in place and trains it like plain torch.
@@ -80,6 +82,7 @@ class ZeroEngine:
             else the CPU. A GPU becomes the thread's current one.
         divisor: Asked when a backward begins: by what its gradients are to be divided, where losses are not.
         part: Of a model in several parts, what joins that of this rank, which the engine is for, to the others.
+        example: A batch and its loss, by which activations are foreseen where settings are chosen (`auto.enabled`).
 
     Attributes:
         module: The module.
@@ -115,9 +118,10 @@ class ZeroEngine:
         device: torch.device | None = None,
         divisor: Callable[[], int] = undivided,
         part: ModelPart = WHOLE,
+        example: Example | None = None,
     ) -> None:
         # The settings come first, with every open choice resolved for this world; they do not change any more.
-        self.config, placed = settle(module, config, compute_dtype, part)
+        self.config, placed = settle(module, config, compute_dtype, part, device, example)
         zero: ZeroConfig = self.config.config
         if zero.deepspeed is not None:
             configure_from(zero.deepspeed.activations)

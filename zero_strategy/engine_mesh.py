@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -21,7 +21,11 @@ from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
+from zero_strategy.fsdp.materialize import device_of
 from zero_strategy.train_state import ModelPart
+
+if TYPE_CHECKING:
+    from zero_strategy.auto.example import Example
 
 _OF_EACH_HOST = frozenset(
     {
@@ -36,7 +40,12 @@ _meshes: WeakSet[Mesh] = WeakSet()
 
 
 def settle(
-    module: nn.Module, config: Any, compute_dtype: torch.dtype | None, part: ModelPart
+    module: nn.Module,
+    config: Any,
+    compute_dtype: torch.dtype | None,
+    part: ModelPart,
+    device: torch.device | None = None,
+    example: Example | None = None,
 ) -> tuple[ResolvedConfig, ModelPart]:
     """The settings with every open choice resolved for this world, and the groups of ranks that follow from them.
 
@@ -45,6 +54,8 @@ def settle(
         config: Anything `load_config` takes, or a resolved config.
         compute_dtype: See `ZeroEngine`.
         part: See `ZeroEngine`.
+        device: Where the engine computes; None: where the module is.
+        example: See `ZeroEngine`.
 
     Returns:
         The config; the part, with the groups that tensor parallelism makes.
@@ -59,6 +70,13 @@ def settle(
         resolved = config
     else:
         asked = load_config(config)
+        if asked.auto.enabled:
+            from zero_strategy.auto.decide import decide
+
+            place = device or device_of(module)
+            asked = decide(
+                asked, module, world_size=world_size(), compute_dtype=compute_dtype, device=place, example=example
+            ).config
         if asked.mesh.tensor is None and divided is not None:
             asked.mesh.record("tensor", len(divided), "derived: the device mesh of the module's DTensors")
         ways = asked.mesh.tensor or 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Loader = MetaPathFinder = object
 
-NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme")
+NAMES = ("zero1", "zero2", "zero3", "zero_auto", "zero2_offload", "zero3_offload", "zero3_nvme")
 """Presets of `zero_strategy.config`, one strategy each."""
 
 PIPELINE = "pipeline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from zero_strategy.config import ZeroConfig, ZeroSettings
 from zero_strategy.config.section import is_section, typed_fields
@@ -25,4 +25,5 @@ def test_types_are_those_of_the_fields_or_what_stands_for_them() -> None:
         if is_section(hint):
             wanted |= {dict[str, Any]} | ({str} if hint.scalar else set()) | ({bool} if hint.booleans else set())
             wanted |= {int} if hint.scalar == "slots" else {bool} if hint.scalar == "enabled" else set()
+        wanted |= {Literal["auto"]} if field.name == "stage" else set()
         assert set(get_args(hints[field.name])) <= wanted and type(None) in get_args(hints[field.name]), field.name

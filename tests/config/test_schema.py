@@ -14,6 +14,7 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 
 from zero_strategy.config import (
     ActivationCheckpointingConfig,
+    AutoConfig,
     CheckpointConfig,
     CommunicationConfig,
     DiagnosticsConfig,
@@ -48,6 +49,7 @@ SECTIONS = {
     "diagnostics": DiagnosticsConfig,
     "reproducible": ReproducibleConfig,
     "survive": SurviveConfig,
+    "auto": AutoConfig,
 }
 
 DEFAULTS = {
@@ -137,6 +139,9 @@ DEFAULTS = {
     "reproducible.slots": 0,
     "reproducible.seed": None,
     "survive.enabled": False,
+    "auto.enabled": False,
+    "auto.global_batch": 0,
+    "auto.margin": 0.1,
     "elementwise_optimizers": [],
     "matrix_optimizers": [],
     "matrix_parameters": [],

@@ -397,6 +397,15 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
     return found
 
 
+def outermost_names(units: Sequence[str]) -> list[str]:
+    """The same of names of units, the root's first."""
+    found: list[str] = []
+    for name in units[1:]:
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
+
+
 def without_caches(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a forward without the keys and values that a transformers model collects for generation.
 

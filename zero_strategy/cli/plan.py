@@ -17,7 +17,7 @@ from zero_strategy.cli.plan_fit import (
     longest_sequences,
     longest_table,
 )
-from zero_strategy.cli.plan_model import VOCABULARY, Finetuning, family_shape, model_shape, shape_of_numbers
+from zero_strategy.cli.plan_model import VOCABULARY, Built, Finetuning, built_model, family_shape, shape_of_numbers
 from zero_strategy.config import DEFAULT, ZeroConfig, load_config
 from zero_strategy.config.deepspeed.read import inspect_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
@@ -127,6 +127,7 @@ examples:
   zero-strategy plan path/to/hugging_face/config.json --quantize nf4 --lora 16 --gpu-mem 24GB --host-mem 64GB
   zero-strategy plan --params 7e9 --layers 32 --hidden 4096 --world 2 --dtype bf16 --gpu-mem 24GB --host-mem 128GB
   zero-strategy plan --params 7e9 --dtype bf16 --gpu-mem 24GB --offload-optimizer cpu --png plan.png
+  zero-strategy plan train.py:factory --auto --world 2 --global-batch 64 --host-mem 16GB
   zero-strategy plan --largest --dtype bf16 --gpu-mem 24GB --host-mem 64GB --disk 1TB
   zero-strategy plan --largest --params 8e9 --world 8 --dtype bf16 --gpu-mem 80GB --host-mem 1TB
 """
@@ -184,6 +185,12 @@ def add_plan_command(commands: Any) -> None:
     there.add_argument("--nvme-path", metavar="DIR", help="directory for NVMe offload, whose free bytes count")
     there.add_argument("--margin", type=float, default=0.05, help="fraction that stays free (default: %(default)s)")
     output = parser.add_argument_group("the answer")
+    output.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose what is not set: stage, tiers, what is computed again; why, and a config file to pin it",
+    )
+    output.add_argument("--global-batch", type=int, metavar="N", help="rows of a step, of which --auto makes batches")
     output.add_argument("--rank", type=int, help="the ledger of this rank; default: of the fullest")
     output.add_argument("--by-unit", action="store_true", help="the table by unit")
     output.add_argument("--json", action="store_true", help="print it as JSON, with every buffer")
@@ -258,7 +265,13 @@ def _run(options: argparse.Namespace) -> int:
         known = replace(known, gpus=0)
         machine = Machine(disk_free=machine.disk_free, disk_path=machine.disk_path)
     budget = replace(known, margin=options.margin, **{key: value for key, value in given.items() if value is not None})
-    plan = _plan(options)
+    settings = planned_settings(options)
+    model = _model(options)
+    plan = _plan(options, settings, model.shape(settings.config.units) if isinstance(model, Built) else model)
+    if options.auto or settings.config.auto.enabled:
+        from zero_strategy.cli.plan_auto import choose_and_tell
+
+        return choose_and_tell(plan, settings.config, budget, model if isinstance(model, Built) else None, options)
     if options.largest:
         return _largest(plan, budget, options)
     if options.png is not None:
@@ -273,13 +286,13 @@ def _run(options: argparse.Namespace) -> int:
     return int(not found["fits"])
 
 
-def _plan(options: argparse.Namespace) -> Any:
+def _plan(options: argparse.Namespace, settings: PlannedSettings, model: Any) -> Any:
     import torch
 
+    from zero_strategy.auto.decide import replace_auto
     from zero_strategy.planning.memory_plan import plan_model
     from zero_strategy.planning.model_shape import OptimizerState, optimizer_state
 
-    settings = planned_settings(options)
     if options.optimizer_bytes is not None:
         if options.optimizer is not None:
             raise ValueError("--optimizer and --optimizer-bytes: give one of them")
@@ -299,8 +312,8 @@ def _plan(options: argparse.Namespace) -> Any:
     device = options.device or ("cuda" if options.gpu_mem is not None or torch.cuda.is_available() else "cpu")
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
     return plan_model(
-        _model(options, settings.config),
-        settings.config,
+        model,
+        replace_auto(settings.config),
         world_size=options.world,
         compute_dtype=None if name is None else getattr(torch, name),
         optimizer=state,
@@ -323,8 +336,8 @@ def _tokens(options: argparse.Namespace) -> int:
     return 0 if options.micro_batch is None else int(options.micro_batch * options.sequence)
 
 
-def _model(options: argparse.Namespace, config: Any) -> Any:
-
+def _model(options: argparse.Namespace) -> Any:
+    """A shape of plain numbers, or a `Built`."""
     numbers = (options.params, options.layers, options.hidden, options.vocabulary)
     finetuning = Finetuning(options.quantize, options.lora)
     if options.largest:
@@ -347,7 +360,7 @@ def _model(options: argparse.Namespace, config: Any) -> Any:
         raise ValueError(f"--args {options.args!r}: give a JSON object, such as '{{\"depth\": 12}}'")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constructors, about values that a meta tensor cannot have
-        return model_shape(options.model, arguments, config.units, finetuning)
+        return built_model(options.model, arguments, finetuning)
 
 
 def _longest(plan: Any, budget: Any, options: argparse.Namespace) -> int:

@@ -45,14 +45,30 @@ class Finetuning(NamedTuple):
         return finetuned_shape(shape, linears, quantize=self.quantize, lora=self.lora)
 
 
-def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig, finetuning: Finetuning) -> ModelShape:
-    """The shape of a model that is named on the command line.
+class Built(NamedTuple):
+    """A model without memory, and what it came with."""
+
+    module: nn.Module
+    """The model."""
+    finetuning: Finetuning
+    """How it is trained."""
+    title: str
+    """For people."""
+    made: Any = None
+    """What its factory returned; None: it is transformers'."""
+
+    def shape(self, units: UnitsConfig) -> ModelShape:
+        """Its shape."""
+        return self.finetuning.shape(self.module, units, self.title)
+
+
+def built_model(name: str, arguments: dict[str, Any], finetuning: Finetuning) -> Built:
+    """The model that is named on the command line.
 
     Args:
         name: `path.py:factory` or `package.module:factory`, whose result is a module or what `zero-strategy verify`
             takes; or the path of a Hugging Face config.json or of its directory.
         arguments: Keywords for the factory.
-        units: How units are found.
         finetuning: Quantisation and adapters.
 
     Raises:
@@ -61,9 +77,9 @@ def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig, finetu
     if os.path.exists(name):
         if name.endswith(".py"):
             raise ValueError(f"model {name!r} is a Python file; give {name}:function, whose result is the model")
-        return _hugging_face(Path(name), units, finetuning)
+        return _hugging_face(Path(name), finetuning)
     if ":" in name:
-        return finetuning.shape(_build(name, arguments), units, name)
+        return _build(name, arguments, finetuning)
     raise ValueError(
         f"model {name!r} is neither a file or directory nor 'module:factory'; write train.py:build, "
         "my_package.models:build, the path of a Hugging Face config.json, or numbers: --params 7e9 --layers 32 "
@@ -71,11 +87,16 @@ def model_shape(name: str, arguments: dict[str, Any], units: UnitsConfig, finetu
     )
 
 
-def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _build(name: str, arguments: dict[str, Any], finetuning: Finetuning) -> Built:
     factory: Any = load_factory(name, "model")
     if isinstance(factory, nn.Module):
-        return factory
-    made = _without_memory(lambda: model_of(factory(**arguments)), name)
+        return Built(factory, finetuning, name)
+
+    def call() -> tuple[Any, Any]:
+        returned = factory(**arguments)
+        return returned, model_of(returned)
+
+    whole, made = _without_memory(call, name)
     if isinstance(made, (tuple, list)) and len(made) == 4 and isinstance(made[0], (tuple, list)):
         raise ValueError(
             f"model {name!r} returned the layers of a pipeline; a plan is of a whole model: give a factory that "
@@ -86,7 +107,7 @@ def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
             f"model {name!r} returned {named(made)}, not a torch module, nor what zero-strategy verify takes, such as "
             "(model, optimizer, batches, loss)"
         )
-    return made
+    return Built(made, finetuning, name, whole)
 
 
 def model_of(made: Any) -> Any:
@@ -120,7 +141,7 @@ def _told(error: Exception) -> str:
     return sentence("".join(traceback.format_exception(error)))
 
 
-def _hugging_face(path: Path, units: UnitsConfig, finetuning: Finetuning) -> ModelShape:
+def _hugging_face(path: Path, finetuning: Finetuning) -> Built:
     file = path / "config.json" if path.is_dir() else path
     try:
         values = bounded_json.parse(read_text(file), str(file))
@@ -143,7 +164,7 @@ def _hugging_face(path: Path, units: UnitsConfig, finetuning: Finetuning) -> Mod
     made = _without_memory(lambda: build(config), str(file))
     if finetuning.quantize is None:
         finetuning = finetuning._replace(quantize=_stored_quantisation(values.get("quantization_config")))
-    return finetuning.shape(made, units, f"{type(made).__name__} of {file}")
+    return Built(made, finetuning, f"{type(made).__name__} of {file}")
 
 
 def _stored_quantisation(settings: Any) -> str | None:

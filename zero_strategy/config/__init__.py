@@ -16,6 +16,7 @@ from zero_strategy.config.resolve import Fact, ResolvedConfig, batch_fact, check
 from zero_strategy.config.schema import (
     DEFAULT_BUDGET,
     ActivationCheckpointingConfig,
+    AutoConfig,
     CheckpointConfig,
     CommunicationConfig,
     DiagnosticsConfig,
@@ -36,6 +37,7 @@ from zero_strategy.config.sources import Layer, preset
 
 __all__ = [
     "ActivationCheckpointingConfig",
+    "AutoConfig",
     "CheckpointConfig",
     "CommunicationConfig",
     "DEFAULT",

@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from zero_strategy.config.deepspeed.classify import read_base64, read_json_file
 from zero_strategy.config.deepspeed.read import is_deepspeed, read_deepspeed
 from zero_strategy.config.deepspeed.settings import DeepSpeedSettings
 from zero_strategy.config.schema import (
     ActivationCheckpointingConfig,
+    AutoConfig,
     CheckpointConfig,
     CommunicationConfig,
     DiagnosticsConfig,
@@ -78,6 +79,8 @@ FORMER_KEYS: Mapping[str, str] = MappingProxyType(
 )
 """Former names of settings, which configs and keywords may go on using."""
 
+AUTO = "auto"
+"""In place of a stage: it is chosen."""
 _OFFLOADED_AS = "derived: offload: "
 """What origins of the other settings begin with that a single value of `offload` stands for."""
 
@@ -89,7 +92,7 @@ class ZeroSettings(TypedDict, total=False):
     """The fields of `ZeroConfig`, each with the short forms that `load_config` takes; None is not given.
 
     Args:
-        stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+        stage: ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters; "auto": see `auto`.
         units: What is sharded, gathered and released together.
         mesh: How the ranks are laid out, for hybrid sharding and tensor parallelism.
         communication: What ranks send each other.
@@ -112,6 +115,7 @@ class ZeroSettings(TypedDict, total=False):
         diagnostics: What is written down of a run.
         reproducible: Micro-batches of a step, over all ranks, so that bits do not depend on the ranks: 8, or more.
         survive: Go on with the processes that are left when some die.
+        auto: Choose what nobody has set, for the model, the ranks and the memory that there is; also `stage="auto"`.
         elementwise_optimizers: Class names of your own optimizers that may run on pieces of parameters.
         matrix_optimizers: Class names of optimizers that need whole matrices, such as Shampoo.
         matrix_parameters: Patterns of the names of matrices that share buckets with each other alone; default: none,
@@ -121,7 +125,7 @@ class ZeroSettings(TypedDict, total=False):
         barrier_seconds: Seconds that our own waits on other ranks last at most.
     """
 
-    stage: int | None
+    stage: int | Literal["auto"] | None
     units: UnitsConfig | dict[str, Any] | None
     mesh: MeshConfig | dict[str, Any] | None
     communication: CommunicationConfig | dict[str, Any] | None
@@ -143,6 +147,7 @@ class ZeroSettings(TypedDict, total=False):
     diagnostics: DiagnosticsConfig | dict[str, Any] | None
     reproducible: ReproducibleConfig | dict[str, Any] | int | None
     survive: SurviveConfig | dict[str, Any] | bool | None
+    auto: AutoConfig | dict[str, Any] | bool | None
     elementwise_optimizers: list[str] | None
     matrix_optimizers: list[str] | None
     matrix_parameters: list[str] | None
@@ -278,6 +283,10 @@ def _entry(
     value = plain(raw, key, layer.origin)
     if section.scalar == name and isinstance(value, bool):
         value = section.booleans.get(value, value)
+    if key == "stage" and value == AUTO:
+        yield "auto.enabled", Setting(True, layer.origin)
+        yield key, Setting(default_of(field), DEFAULT)  # also where an earlier layer has set one
+        return
     if is_section(hint):
         yield from _subsection(key, value, hint, layer)
     else:
@@ -356,7 +365,7 @@ def _build(section: type[S], settings: Mapping[str, Setting]) -> S:
 
 
 def register_hydra(group: str = "zero") -> None:
-    """Put `zero0` to `zero3`, `zero2_offload`, `zero3_offload` and `zero3_nvme` into Hydra's ConfigStore.
+    """Put `zero0` to `zero3`, `zero_auto`, `zero2_offload`, `zero3_offload` and `zero3_nvme` into Hydra's ConfigStore.
 
     Each holds all settings with their defaults, at that stage. `zero3_nvme` takes its directory from the environment
     variable ZERO_STRATEGY_NVME_PATH, or from `zero.offload.nvme_path=[DIR]`.
@@ -377,5 +386,6 @@ def register_hydra(group: str = "zero") -> None:
     nodes["zero3_offload"] = ZeroConfig(stage=3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
     nvme = OffloadConfig(optimizer="nvme", parameters="nvme", nvme_path=files)
     nodes["zero3_nvme"] = ZeroConfig(stage=3, offload=nvme)
+    nodes["zero_auto"] = ZeroConfig(auto=AutoConfig(enabled=True))
     for name, node in nodes.items():
         ConfigStore.instance().store(group=group, name=name, node=node)

@@ -80,6 +80,11 @@ def resolve(config: ZeroConfig, world_size: int, facts: Mapping[str, Fact] | Non
             the world size or bears the name of a setting.
     """
     _check_count("world_size", world_size)
+    if config.auto.enabled:
+        raise ValueError(
+            f"auto.enabled is True [{config.origin_of('auto.enabled')}], and nothing is chosen here: Trainers, "
+            "Accelerate and ZeroEngine choose; elsewhere, as for pipelines, pin what `zero-strategy plan --auto` prints"
+        )
     config = deepcopy(config)
     # Fields can be assigned after loading.
     config.check()

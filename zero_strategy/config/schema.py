@@ -439,6 +439,25 @@ class SurviveConfig(Section):
 
 
 @dataclass
+class AutoConfig(Section):
+    """Settings that are chosen for the model, the ranks and the memory that there is."""
+
+    prefix: ClassVar[str] = "auto."
+    scalar: ClassVar[str] = "enabled"
+
+    enabled: bool = False
+    """Choose what nobody has set: the stage, tiers, how long stage 3 keeps what it has gathered, what is computed again
+    in backward, saves in the background, and with ``global_batch`` the rows of a micro-batch. May be written as
+    ``stage: auto``."""
+
+    global_batch: int = field(default=0, metadata=at_least(0))
+    """Rows of a step, over all ranks, of which micro-batches are made. 0: batches are taken as they come."""
+
+    margin: float = field(default=0.1, metadata=within(0.0, 0.9))
+    """Part of the memory that stays free, for gaps between blocks and for what libraries take."""
+
+
+@dataclass
 class DiagnosticsConfig(Section):
     """Record of a run: where the time and the memory of its steps go."""
 
@@ -565,6 +584,9 @@ class ZeroConfig(Section):
     survive: SurviveConfig = field(default_factory=SurviveConfig)
     """What happens when processes die."""
 
+    auto: AutoConfig = field(default_factory=AutoConfig)
+    """Settings that are chosen for you."""
+
     elementwise_optimizers: list[str] = field(default_factory=list, metadata=non_empty())
     """Class names of optimizers outside torch.optim that you assert to treat every element on its own, so
     that they can run on slices of parameters."""
@@ -592,6 +614,7 @@ class ZeroConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._deepspeed: DeepSpeedSettings | None = None
+        self._chosen: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """Checks the values, and that parameters are sharded where they are offloaded."""
@@ -645,6 +668,11 @@ class ZeroConfig(Section):
     def deepspeed(self) -> DeepSpeedSettings | None:
         """The DeepSpeed config that this was read from, with what it says about what others own; None: it was none."""
         return self._deepspeed
+
+    @property
+    def chosen(self) -> Mapping[str, Any] | None:
+        """Figures of the candidates among which settings were chosen (`auto.enabled`); None: none were."""
+        return self._chosen
 
     def origin_of(self, key: str) -> str:
         """Origin of the value of a setting.

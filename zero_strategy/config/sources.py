@@ -23,10 +23,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": {"stage": 3},
+    "zero_auto": {"auto": {"enabled": True}},
     "zero2_offload": {"stage": 2, "offload": {"optimizer": "cpu"}},
     "zero3_offload": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
     "zero3_nvme": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}},
 }
+_ON_DRIVES = ("zero3_nvme", "zero_auto")
+"""Names that use drives, or may."""
 NVME_PATH = "ZERO_STRATEGY_NVME_PATH"
 """Environment variable with the directories that a name such as "zero3_nvme" uses, separated as in PATH."""
 
@@ -54,8 +57,8 @@ def preset(name: str) -> dict[str, Any]:
     if name not in _PRESETS:
         raise ValueError(f"unknown strategy name {name!r}; accepted: {', '.join(map(repr, _PRESETS))}")
     made = {key: dict(value) if isinstance(value, dict) else value for key, value in _PRESETS[name].items()}
-    if "nvme" in name and (paths := nvme_paths()):
-        made["offload"]["nvme_path"] = paths
+    if name in _ON_DRIVES and (paths := nvme_paths()):
+        made.setdefault("offload", {})["nvme_path"] = paths
     return made
 
 

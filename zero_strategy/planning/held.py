@@ -12,6 +12,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -310,6 +311,7 @@ class Machine:
         gpu_free: Free bytes of the device that has least.
         host_free: Bytes of host memory that processes of this control group can still take.
         host_bound: What sets `host_free`: "MemAvailable", or the control group's limit.
+        process_free: Bytes that this process may still take by its own limits (RLIMIT_AS, RLIMIT_DATA).
         memlock: Bytes that a process may lock in memory (pinned memory is locked); None: no limit.
         shm_free: Free bytes of /dev/shm.
         disk_free: Free bytes where `disk_path` is, or would be.
@@ -320,6 +322,7 @@ class Machine:
     gpu_free: int | None = None
     host_free: int | None = None
     host_bound: str = ""
+    process_free: int | None = None
     memlock: int | None = None
     shm_free: int | None = None
     disk_free: int | None = None
@@ -344,11 +347,26 @@ class Machine:
             gpu_free=min(free, default=None),
             host_free=host_free,
             host_bound=bound,
+            process_free=_process_room(root),
             memlock=None if soft == resource.RLIM_INFINITY else soft,
             shm_free=_free(root / "dev/shm"),
             disk_free=None if nvme_path is None else _free(Path(nvme_path)),
             disk_path=None if nvme_path is None else os.fspath(nvme_path),
         )
+
+
+def _process_room(root: Path) -> int | None:
+    """Bytes that this process may still take by its own limits; None: it has none."""
+    rooms = []
+    for kind, field in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        soft, _ = resource.getrlimit(kind)
+        if soft == resource.RLIM_INFINITY:
+            continue
+        with suppress(OSError):
+            lines = (root / "proc/self/status").read_text().splitlines()
+            used = next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+            rooms.append(max(0, soft - used))
+    return min(rooms, default=None)
 
 
 def host_memory(root: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ class Budget:
     Attributes:
         device: Per rank, of a device with memory of its own.
         host: Per host, for all its ranks together.
+        process: Host memory per rank, by limits of a process.
         disk: Per host, on the drives for offload.
         gpus: Devices that are there; 0: not known.
         margin: Fraction that stays free: for fragmentation and the CUDA context.
@@ -26,11 +27,12 @@ class Budget:
     disk: int | None = None
     gpus: int = 0
     margin: float = 0.05
+    process: int | None = None
 
     @classmethod
     def of(cls, machine: Machine) -> Budget:
         """Memory that a machine has now."""
-        return cls(machine.gpu_free, machine.host_free, machine.disk_free, machine.gpus)
+        return cls(machine.gpu_free, machine.host_free, machine.disk_free, machine.gpus, process=machine.process_free)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def needs(plan: MemoryPlan, budget: Budget, ledger: Ledger | None = None) -> lis
     else:  # the device tier is the host's memory
         on_host += device
     found.append(Need(f"host memory, {_ranks(ranks)} per host", on_host * ranks, usable(budget.host)))
+    if budget.process is not None:
+        found.append(Need("host memory, by the limit of a process", on_host, usable(budget.process)))
     if nvme:
         found.append(Need(f"disk, {_ranks(ranks)} per host", nvme * ranks, usable(budget.disk)))
     return found

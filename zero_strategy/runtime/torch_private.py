@@ -296,6 +296,13 @@ def schema_of(op: Any) -> Any:
     return getattr(op, "_schema", None)
 
 
+def fake_tensors() -> Any:
+    """A mode whose tensors have shapes and sizes and no memory, and that takes others for such; imported late."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def packet_of(op: Any) -> Any:
     """The op that an overload belongs to; None for what is no overload."""
     return getattr(op, "_overloadpacket", None)

@@ -28,6 +28,8 @@ from accelerate.utils import AutocastKwargs, DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_strategy.auto.decide import check_batches_come, decide
+from zero_strategy.auto.example import Example
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.mesh import make_device_mesh
 from zero_strategy.config import LATER_KEYS, Fact, ZeroConfig, check_owned, load_config, resolve
@@ -69,6 +71,7 @@ from zero_strategy.integrations.huggingface.tensor_models import divide_if_asked
 from zero_strategy.integrations.takeover import hold, take_over
 from zero_strategy.ops.library import norm_order
 from zero_strategy.pipeline.module import PipelineModule
+from zero_strategy.planning.model_shape import OptimizerState, state_of
 from zero_strategy.sequence import SequenceGroup
 
 if TYPE_CHECKING:
@@ -107,6 +110,7 @@ class ZeroAccelerator(Accelerator):
     Attributes:
         zero_config: The settings.
         scaler: With mixed_precision="fp16", of all models together; else None.
+        example: A batch and its loss, by which activations are foreseen where settings are chosen (`auto.enabled`).
         slot_training: Everything that it does about `reproducible.slots`.
         doing: The call of a Trainer that trains with it now; "": none.
         loss_weight: That losses are multiplied by before `backward` gets them, by somebody who accumulates by himself.
@@ -119,12 +123,14 @@ class ZeroAccelerator(Accelerator):
     zero_config: ZeroConfig
     slot_training: SlotTraining
     scaler: AgreedGradScaler | None
+    example: Example | None = None
     autocast_handler: AutocastKwargs | None
     loss_weight: float = 1.0
     doing: str = ""
     _models: list[Any]
     _asked: ParallelismConfig | None = None
     _distinct = _on_main = False
+    _optimizer_state: str | OptimizerState = "AdamW"
     _share: tuple[int, int] | None = None
 
     def __init__(self, *arguments: Any, zero_config: ConfigSource | None = None, **keywords: Any) -> None:
@@ -213,6 +219,9 @@ class ZeroAccelerator(Accelerator):
         order = models + [index for index in range(len(objects)) if index not in models]
         placement = None if device_placement is None else [device_placement[index] for index in order]
         self.slot_training.choose(objects)
+        if self.zero_config.auto.enabled:
+            given = [item for item in objects if isinstance(item, Optimizer)]
+            self._optimizer_state = state_of(given[0]) if given else "AdamW"
         prepared = super().prepare(*(objects[index] for index in order), device_placement=placement)
         steps = self.gradient_accumulation_steps
         facts = facts_of_prepared(self._facts, self._dataloaders, self._optimizers, self._shares[0], steps)
@@ -260,6 +269,8 @@ class ZeroAccelerator(Accelerator):
             return model
         take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
         self._models = [known for known in self._models if known is not model]  # whose engine has ended
+        if self.zero_config.auto.enabled:
+            self._choose_settings(model)
         forward = vars(model).get("forward")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
@@ -295,6 +306,16 @@ class ZeroAccelerator(Accelerator):
         for optimizer in waiting:
             self._attach(optimizer)
         return model
+
+    def _choose_settings(self, model: nn.Module) -> None:
+        """Choose what nobody has set, for the first model."""
+        check_batches_come(self.zero_config, "the loader")
+        steps = self._facts.get("gradient_accumulation_steps", Fact(self.gradient_accumulation_steps, ""))
+        self.zero_config = decide(
+            self.zero_config, model, world_size=self.num_processes, device=self.device,
+            optimizer=self._optimizer_state, accumulation=int(steps.value), example=self.example,
+        ).config  # fmt: skip
+        self.slot_training.take_config(self.zero_config)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
         """Let an optimizer update shards; its model may be prepared later."""

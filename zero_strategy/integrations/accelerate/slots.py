@@ -97,6 +97,10 @@ class SlotTraining:
 
     # ---- loaders ----
 
+    def take_config(self, config: ZeroConfig) -> None:
+        """Take a config of which settings were chosen meanwhile."""
+        self._config = config
+
     def choose(self, objects: Sequence[Any]) -> None:
         """Remember the loader of a training among objects that are prepared in one call.
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from zero_strategy.auto.decide import check_batches_come, decide
+from zero_strategy.auto.example import Example
 from zero_strategy.checkpoint import StateReader
 from zero_strategy.config import (
     Fact,
@@ -162,6 +164,7 @@ class FabricStrategy(TensorMesh, _Base):
             start_method=start_method,
         )
         self._made: list[ZeroEngine] = []
+        self.example: Example | None = None
         self._loaders = SlotLoaders(self.config.reproducible.slots)
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         self._whole_files = checkpoint_io is not None
@@ -200,7 +203,8 @@ class FabricStrategy(TensorMesh, _Base):
 
     def explain(self) -> str:
         """A table of every setting in effect: key, value, where it was set; Fabric's, too, once it has this."""
-        return self._resolve().explain() if self.num_processes else self.config.explain()
+        known = self.num_processes and not self.config.auto.enabled
+        return self._resolve().explain() if known else self.config.explain()
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
         """Prove on a model of yours that these settings train it as one plain process does.
@@ -265,6 +269,12 @@ class FabricStrategy(TensorMesh, _Base):
         Raises:
             RuntimeError: If it is sharded already, with other settings.
         """
+        if self.config.auto.enabled:
+            check_batches_come(self.config, "the loaders")
+            self.config = decide(
+                self.config, module, world_size=count_processes(self), device=self.root_device,
+                compute_dtype=self.precision.plan.compute_dtype, example=self.example,
+            ).config  # fmt: skip
         resolved = self._resolve()
         check_owned(self.config, resolved.facts)
         engine = engine_for(

@@ -40,6 +40,7 @@ from zero_strategy.integrations.lightning.callbacks import (
     end_children_at_exit,
 )
 from zero_strategy.integrations.lightning.checkpoint import TrainerCheckpoints
+from zero_strategy.integrations.lightning.chosen import choose_for_fit
 from zero_strategy.integrations.lightning.module_engine import OtherStrategy, end_other_engines, engine_for, engine_of
 from zero_strategy.integrations.lightning.namespaces import MODULES
 from zero_strategy.integrations.lightning.precision import TrainerPrecision, precision_of
@@ -61,6 +62,7 @@ from zero_strategy.integrations.takeover import engines_over, hold
 if TYPE_CHECKING:
     from typing import Any as _Base
 
+    from zero_strategy.auto.example import Example
     from zero_strategy.integrations.lightning.callbacks import BatchEnd
     from zero_strategy.integrations.lightning.surviving import CopiesInMemory, SurvivingFit
     from zero_strategy.verify.compare import VerifyReport
@@ -160,6 +162,7 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         self._batches = TrainingBatches(self)
         self._slot_loss: Any = None
         self.surviving: SurvivingFit | None = None
+        self.example: Example | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
@@ -187,7 +190,8 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
     def explain(self) -> str:
         """A table of every setting in effect: key, value, where it was set; the Trainer's, too, once it has this."""
         # Before a Trainer has taken the strategy there are no devices to count.
-        return self._resolve().explain() if self.num_processes else self.config.explain()
+        known = self.num_processes and not self.config.auto.enabled
+        return self._resolve().explain() if known else self.config.explain()
 
     def verify(self, factory: Any, **keywords: Any) -> VerifyReport:
         """Prove on a model of yours that these settings train it as one plain process does.
@@ -263,6 +267,8 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
         self._end_left_runs(module)
         compute_dtype = self.precision_plugin.plan.compute_dtype
+        if self.config.auto.enabled:
+            self.config = choose_for_fit(self, trainer, count_processes(self), compute_dtype)
         # First, since a module becomes plain by it and is converted again.
         end_other_engines(module, self._resolve(), compute_dtype)
         self.precision_plugin.convert_layers(module)

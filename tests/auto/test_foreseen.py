@@ -1,0 +1,144 @@
+"""What a micro-batch takes, foreseen on tensors without memory, is what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.gpt import GPT, GPTSize, loss_fn
+from tests.activation.alive import Alive
+from zero_strategy.auto.example import Example, ForeseenRows
+from zero_strategy.auto.foreseen import MODES, UnforeseenError, foresee
+from zero_strategy.auto.roof import Roof
+
+SIZE, LENGTH = GPTSize(width=64, depth=3, heads=2, vocabulary=512), 32
+UNITS = [f"blocks.{number}" for number in range(SIZE.depth)]
+
+
+class LookingAlways(Alive):
+    """Looks after each operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.look()
+        return result
+
+    @property
+    def now(self) -> int:
+        return sum(self._found.values())
+
+
+class Recomputing(nn.Module):
+    """A block that is run again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def tokens(rows: int) -> Tensor:
+    return torch.randint(0, SIZE.vocabulary, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return loss_fn(model(batch), batch)
+
+
+def run_for_real(model: nn.Module, batch: Tensor) -> tuple[int, int]:
+    """(bytes at the end of the forward, bytes at most); gradients go as soon as they are there."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with LookingAlways() as alive:
+        result = loss(model, batch)
+        alive.look()
+        kept = alive.now
+        result.backward()
+    return kept, alive.most
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_bytes_are_those_of_a_run(mode: str, rows: int) -> None:
+    model = GPT(SIZE, LENGTH)
+    found = foresee(model, tokens(rows), loss, mode=mode, units=UNITS)
+    if mode == "full":
+        model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
+    kept, most = run_for_real(model, tokens(rows))
+    assert found.kept == kept
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    # A real run has gradients for a moment, which a plan counts.
+    assert most - 2 * largest <= found.peak <= most
+
+
+def test_modes_keep_less_and_compute_more() -> None:
+    found = [foresee(GPT(SIZE, LENGTH), tokens(4), loss, mode=mode, units=UNITS) for mode in MODES]
+    assert found[0].kept > found[1].kept > found[2].kept
+    assert found[0].flops == found[1].flops < found[2].flops
+
+
+def test_operations_are_those_of_a_run() -> None:
+    model = GPT(SIZE, LENGTH)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        loss(model, tokens(2)).backward()
+    # Of six products of attention the fused kind computes one once more.
+    scores = counter.get_flop_counts()["Global"][torch.ops.aten.bmm] // 6
+    assert foresee(model, tokens(2), loss).flops == counter.get_total_flops() + scores
+
+
+def test_the_model_stays_as_it_is() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x)
+
+    model = Norm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch, state = torch.randn(8, 4), torch.get_rng_state()
+    foresee(model, batch, lambda m, x: m(x).sum(), mode="full", units=["inner"])
+    assert torch.get_rng_state().equal(state)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert "forward" not in vars(model.inner) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_on_the_meta_device_is_foreseen_alike() -> None:
+    with torch.device("meta"):
+        model = GPT(SIZE, LENGTH)
+    assert foresee(model, tokens(2).to("meta"), loss).kept == foresee(GPT(SIZE, LENGTH), tokens(2), loss).kept
+
+
+def test_a_model_that_looks_at_values_is_named() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(x.sum().item())
+
+    with pytest.raises(UnforeseenError, match="Looks cannot be run on tensors without memory"):
+        foresee(Looks(4, 4), torch.randn(2, 4), lambda m, x: m(x).sum())
+
+
+def test_rows_lie_on_a_line() -> None:
+    model, roof = GPT(SIZE, LENGTH), Roof(1e11, 1e10, 1e-6)
+    rows = ForeseenRows(model, Example(tokens(2), loss), UNITS, 8)
+    for count in (1, 2, 4, 8):
+        whole = foresee(model, tokens(count), loss)
+        assert rows.peak("none", count) == pytest.approx(whole.peak, rel=0.02)
+        assert rows.seconds("none", count, roof) == pytest.approx(roof.seconds(whole.work), rel=0.1)
+
+
+def test_a_batch_has_rows() -> None:
+    batch = {"x": torch.arange(6).view(3, 2), "y": [torch.arange(3), torch.tensor(1.0)], "name": "text"}
+    example = Example(batch, loss)
+    assert example.rows == 3 and Example([torch.ones(2), torch.ones(3)], loss).rows == 0
+    assert example.of_rows(2).batch["x"].tolist() == [[0, 1], [2, 3]]
+    assert example.of_rows(5).batch["y"][0].tolist() == [0, 1, 2, 0, 1]
+    assert example.of_rows(5).batch["y"][1] == 1.0 and example.of_rows(5).batch["name"] == "text"

@@ -1,0 +1,212 @@
+"""Ways to train a model: every combination of the settings that nobody has set, with the plan of each.
+
+Settings of a user are constraints. What is chosen among: the stage, tiers, whether stage 3 keeps what it has gathered,
+what is computed again in backward, saves in the background, and the rows of a micro-batch where the batch of a step is
+given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from zero_strategy.auto.foreseen import MODES
+from zero_strategy.config import DEFAULT, ZeroConfig, resolve
+from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.ledger import Ledger
+from zero_strategy.planning.memory_plan import MemoryPlan
+
+CHOSEN = "chosen: auto.enabled"
+"""Origin of settings that were chosen."""
+_KEPT: tuple[dict[str, bool], ...] = (
+    {"reshard_after_forward": True, "reshard_after_backward": True},
+    {"reshard_after_forward": False, "reshard_after_backward": True},
+    {"reshard_after_forward": False, "reshard_after_backward": False},
+)
+"""How long stage 3 keeps what it has gathered."""
+_TIERS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme"))
+"""Of the optimizer's state and of parameters."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        settings: By dotted key: what was open, as this one has it.
+        rows: Of a micro-batch of one rank; 0: nobody knows.
+        accumulation: Micro-batches of a step.
+        plan: Memory of it, activations left out.
+        ledger: Of the plan's fullest rank.
+    """
+
+    settings: Mapping[str, Any]
+    rows: int
+    accumulation: int
+    plan: MemoryPlan = field(repr=False)
+    ledger: Ledger = field(repr=False)
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The settings of the run."""
+        return self.plan.resolved.config
+
+    @property
+    def mode(self) -> str:
+        """Of activation checkpointing."""
+        return self.config.activation_checkpointing.mode
+
+    def describe(self) -> str:
+        """The stage, and in words what differs from the defaults."""
+        config, words = self.config, [f"stage {self.config.stage}"]
+        for name in ("optimizer", "parameters"):
+            if (tier := getattr(config.offload, name)) != "none":
+                words.append(f"{name} {tier}")
+        if self.mode != "none":
+            words.append(f"recomputes {self.mode}")
+        if not config.reshard_after_forward:
+            words.append("keeps units" if config.reshard_after_backward else "keeps units for a step")
+        if self.settings.get("checkpoint.asynchronous") is False:
+            words.append("saves wait")
+        return ", ".join(words)
+
+
+def is_open(config: ZeroConfig, key: str) -> bool:
+    """True if nobody has set a setting."""
+    return config.origin_of(key) == DEFAULT
+
+
+def batches_of(config: ZeroConfig, world_size: int, rows: int, accumulation: int) -> list[tuple[int, int]]:
+    """(rows of a micro-batch, micro-batches of a step) that make up the wanted batch, the largest rows first.
+
+    Args:
+        config: `auto.global_batch` is the batch of a step.
+        world_size: Data-parallel ranks.
+        rows, accumulation: As they are, where no batch is wanted.
+
+    Raises:
+        ValueError: If the ranks do not divide it; names the nearest ones that they do.
+    """
+    wanted, slots = config.auto.global_batch, config.reproducible.slots
+    if not wanted:
+        return [(rows, accumulation)]
+    unit = slots or world_size
+    if wanted % unit:
+        what = f"reproducible.slots is {slots}" if slots else f"there are {world_size} ranks"
+        below, above = wanted // unit * unit, (wanted // unit + 1) * unit
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ValueError(f"auto.global_batch is {wanted} and {what}; the nearest that can be divided: {nearest}")
+    if slots:
+        return [(wanted // slots, slots // world_size)]
+    share = wanted // world_size
+    return [(share // count, count) for count in range(1, share + 1) if share % count == 0]
+
+
+def candidates(
+    asked: ZeroConfig,
+    plan: MemoryPlan,
+    batches: Sequence[tuple[int, int]],
+    *,
+    recomputes: bool,
+    most: int = 400,
+) -> Iterator[Candidate]:
+    """All candidates, those that change less before others.
+
+    Args:
+        asked: The config as it was given.
+        plan: Of it.
+        batches: See `batches_of`.
+        recomputes: The model has units that can be computed again.
+        most: Batches of more micro-batches are left out if there are more candidates.
+    """
+    found = list(_open_settings(asked, plan, recomputes))
+    batches = list(batches)[: max(1, most // len(found))]
+    planned: dict[Any, tuple[MemoryPlan, Ledger]] = {}
+    for rows, accumulation in batches:
+        for settings in found:
+            # Plans are the same for all that is computed again, and for two micro-batches or more.
+            held = {key: value for key, value in settings.items() if key != "activation_checkpointing.mode"}
+            key = tuple(held.items()), accumulation > 1
+            if key not in planned:
+                changed = _changed(asked, plan, held, accumulation)
+                planned[key] = changed, changed.ledger()
+            changed, ledger = planned[key]
+            if "activation_checkpointing.mode" in settings:
+                changed = _with_mode(changed, settings["activation_checkpointing.mode"])
+            yield Candidate(settings, rows, accumulation, changed, ledger)
+
+
+def _open_settings(config: ZeroConfig, plan: MemoryPlan, recomputes: bool) -> Iterator[dict[str, Any]]:
+    choices: list[list[dict[str, Any]]] = [
+        [{"stage": stage, **tiers, **kept} for stage, tiers, kept in _layouts(config, plan)],
+        _values(config, "activation_checkpointing.mode", MODES if recomputes else MODES[:1]),
+        _values(config, "checkpoint.asynchronous", (True, False) if plan.snapshots else (False,)),
+    ]
+    for parts in product(*choices):
+        merged: dict[str, Any] = {}
+        for part in parts:
+            merged |= part
+        yield merged
+
+
+def _layouts(config: ZeroConfig, plan: MemoryPlan) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Stages with the tiers and the ways to keep gathered units that each of them can have."""
+    ranks = plan.resolved.shard
+    given = (config.offload.optimizer, config.offload.parameters)
+    free = [is_open(config, f"offload.{name}") for name in ("optimizer", "parameters")]
+    kept_open = all(is_open(config, key) for key in _KEPT[0])
+    stages = (0, 1, 2, 3) if is_open(config, "stage") else (config.stage,)
+    for stage, tiers in product(stages, _TIERS):
+        if any(not each and tier != own for each, tier, own in zip(free, tiers, given, strict=True)):
+            continue
+        if not _possible(config, plan.device_type, stage, tiers, ranks):
+            continue
+        offload = dict(zip(("offload.optimizer", "offload.parameters"), tiers, strict=True))
+        kept = _KEPT if stage == 3 and ranks > 1 and tiers[1] == "none" and kept_open else _KEPT[:1]
+        for each in kept:
+            yield stage, offload, {} if not kept_open else each
+
+
+def _possible(config: ZeroConfig, device_type: str, stage: int, tiers: tuple[str, str], ranks: int) -> bool:
+    if tiers[1] != "none" and stage != 3:
+        return False
+    if "cpu" in tiers and device_type == "cpu" and is_open(config, "offload.optimizer"):
+        return False  # the same memory
+    if "nvme" in tiers and not config.offload.nvme_path:
+        return False
+    # A rank alone divides nothing: stages differ by what tiers they allow.
+    return ranks > 1 or not is_open(config, "stage") or stage == (3 if tiers[1] != "none" else 0)
+
+
+def _values(config: ZeroConfig, key: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{key: value} for value in values] if is_open(config, key) else [{}]
+
+
+def pinned(config: ZeroConfig, settings: Mapping[str, Any]) -> ZeroConfig:
+    """A config with chosen settings, whose origin says so."""
+    found = deepcopy(config)
+    for key, value in settings.items():
+        owner, _, name = key.rpartition(".")
+        section: Any = found
+        for part in filter(None, owner.split(".")):
+            section = getattr(section, part)
+        section.record(name, value, CHOSEN)
+    found.auto.record("enabled", False, CHOSEN)
+    return found
+
+
+def _changed(asked: ZeroConfig, plan: MemoryPlan, settings: Mapping[str, Any], accumulation: int) -> MemoryPlan:
+    chosen = pinned(asked, settings)
+    return replace(
+        plan, resolved=resolve(chosen, plan.resolved.world_size), offload=Offload.of(chosen.offload),
+        accumulation=accumulation, snapshots=plan.snapshots and chosen.checkpoint.asynchronous,
+    )  # fmt: skip
+
+
+def _with_mode(plan: MemoryPlan, mode: str) -> MemoryPlan:
+    config = deepcopy(plan.resolved.config)
+    config.activation_checkpointing.record("mode", mode, CHOSEN)
+    return replace(plan, resolved=replace(plan.resolved, config=config))

@@ -1,0 +1,263 @@
+"""The choice among candidates: of those that fit, by the plan and a margin, the quickest; and why not the others.
+
+candidates      every combination of open settings, with the plan of each
+activations     foreseen without memory, see `foreseen.py`
+fits            plan + activations <= what there is, less the margin
+seconds         see `seconds.py`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_strategy.auto.candidates import Candidate, batches_of, candidates
+from zero_strategy.auto.example import MicroBatches
+from zero_strategy.auto.roof import Roof
+from zero_strategy.auto.seconds import Seconds, seconds_of
+from zero_strategy.config import ZeroConfig
+from zero_strategy.planning.ledger import TIERS, Entry, Ledger, Owner
+from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.planning.room import Budget, Need, needs
+from zero_strategy.runtime.terminal import size, table
+
+_ROWS = 10
+"""Of the table."""
+_NEAR = 0.01
+"""Part of a step's time by which two candidates are alike; of such the simpler one is taken."""
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A candidate that was looked at.
+
+    Attributes:
+        candidate: As above.
+        activations: Bytes of them, on the device.
+        needs: What it needs, and what there is.
+        seconds: Of a step.
+        why: Why it is not chosen; "" for the one that is.
+    """
+
+    candidate: Candidate
+    activations: int
+    needs: Sequence[Need]
+    seconds: Seconds
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """True if there is enough of all that is known."""
+        return all(need.fits for need in self.needs)
+
+    @property
+    def excess(self) -> float:
+        """What is needed over what there is, of the scarcest."""
+        return max((need.needed / max(need.there, 1) for need in self.needs if need.there is not None), default=0.0)
+
+
+class NothingFitsError(ValueError):
+    """No candidate fits."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice and its reasons.
+
+    Attributes:
+        chosen: The candidate.
+        considered: All, the chosen one first, then in the order of their time; what does not fit comes last.
+        activations: How their bytes are known: "foreseen without memory", or why they are not.
+        margin: Part of the memory that stays free.
+        left: Candidates that the table leaves out.
+    """
+
+    chosen: Considered
+    considered: Sequence[Considered]
+    activations: str
+    margin: float
+    asked: ZeroConfig = field(repr=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Chosen settings, by dotted key."""
+        return dict(self.chosen.candidate.settings)
+
+    def table(self) -> str:
+        """Columns: settings, micro-batch, bytes by tier, predicted seconds, why it is not taken."""
+        rows = []
+        for each in shown(self.considered):
+            ledger = each.candidate.ledger
+            tiers = [ledger.tier_bytes(tier) + (each.activations if tier == "device" else 0) for tier in TIERS]
+            batch = f"{each.candidate.rows or '?'} x {each.candidate.accumulation}"
+            memory = " + ".join(f"{size(n)} {t}" for n, t in zip(tiers, TIERS, strict=True) if n and t != "device")
+            rows.append(
+                (each.candidate.describe(), batch, size(tiers[0]) + (f" + {memory}" if memory else ""),
+                 f"{each.seconds.total:.3g}", each.why or "chosen")
+            )  # fmt: skip
+        left = len(self.considered) - len(rows)
+        header = ("settings", "rows x micro-batches", "memory of a rank", "seconds", "")
+        text = table(rows, header, right=(3,))
+        text += f"\n{left} more candidates" if left else ""
+        return f"{text}\nactivations: {self.activations}; {self.margin:.0%} of the memory stays free"
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain types."""
+        return {
+            "settings": self.settings,
+            "rows": self.chosen.candidate.rows,
+            "accumulation": self.chosen.candidate.accumulation,
+            "activations": self.activations,
+            "margin": self.margin,
+            "candidates": [_figures(each) for each in shown(self.considered)],
+            "left out": len(self.considered) - len(shown(self.considered)),
+        }
+
+    def pinned_yaml(self) -> str:
+        """A config file with what was chosen and what was given."""
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
+        given = {
+            key: setting.value
+            for key, setting in self.asked.settings()
+            if setting.origin != "default" and not setting.origin.startswith("derived") and not key.startswith("auto.")
+        }
+        nested: dict[str, Any] = {}
+        for key, value in {**given, **self.settings}.items():
+            *path, name = key.split(".")
+            where = nested
+            for part in path:
+                where = where.setdefault(part, {})
+            where[name] = value
+        text: str = yaml.safe_dump(nested, sort_keys=False)
+        return text
+
+
+def _figures(each: Considered) -> dict[str, Any]:
+    return {
+        "settings": dict(each.candidate.settings),
+        "rows": each.candidate.rows,
+        "accumulation": each.candidate.accumulation,
+        "activations": each.activations,
+        "ledger": each.candidate.ledger.to_json(entries=False),
+        "seconds": {**vars(each.seconds), "total": each.seconds.total},
+        "fits": each.fits,
+        "why": each.why,
+    }
+
+
+def shown(considered: Sequence[Considered]) -> list[Considered]:
+    """The chosen one, the quickest that fit, and the quickest that do not; of those that differ in saves alone one."""
+    found: dict[Any, Considered] = {}
+    for each in considered:
+        candidate = each.candidate
+        same = {key: value for key, value in candidate.settings.items() if key != "checkpoint.asynchronous"}
+        found.setdefault((tuple(same.items()), candidate.rows), each)
+    fitting = [each for each in found.values() if each.fits]
+    others = sorted((each for each in found.values() if not each.fits), key=lambda each: each.seconds.total)
+    few = min(len(others), _ROWS // 3)
+    return [*fitting[: _ROWS - few], *others[:few]]
+
+
+def choose(
+    asked: ZeroConfig,
+    plan: MemoryPlan,
+    budget: Budget,
+    roof: Roof,
+    foreseen: MicroBatches | None,
+    *,
+    rows: int = 0,
+    unknown: str = "not known, as there is no example of a batch",
+) -> Choice:
+    """Choose what nobody has set.
+
+    Args:
+        asked: The config as it was given.
+        plan: Of it, without activations.
+        budget: What there is, and the margin.
+        roof: Of the slowest rank.
+        foreseen: Micro-batches; None: nobody knows.
+        rows: Of a micro-batch as it comes.
+        unknown: Why activations are not known, if they are not.
+
+    Raises:
+        NothingFitsError: If nothing fits; names what is nearest, and ways out.
+        ValueError: If the ranks do not divide `auto.global_batch`.
+    """
+    ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
+    batches = batches_of(asked, ranks, rows, plan.accumulation)
+
+    found = [
+        _considered(each, foreseen, budget, roof)
+        for each in candidates(asked, plan, batches, recomputes=foreseen is not None)
+    ]
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        raise NothingFitsError(_nearest(min(found, key=lambda each: each.excess), plan, asked))
+    quickest = min(each.seconds.total for each in fitting)
+    # The first of those that are alike: candidates come in the order of what they change.
+    best = next(each for each in fitting if each.seconds.total <= quickest * (1 + _NEAR))
+    rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
+    told = [_with_reason(each, best) for each in rest]
+    known = unknown if foreseen is None else "foreseen without memory"
+    return Choice(best, [best, *told], known, budget.margin, asked)
+
+
+def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Budget, roof: Roof) -> Considered:
+    peak, seconds = 0, 0.0
+    if foreseen is not None:
+        peak = foreseen.peak(candidate.mode, candidate.rows)
+        seconds = foreseen.seconds(candidate.mode, candidate.rows, roof)
+    found = needs(candidate.plan, budget, with_activations(candidate.ledger, peak))
+    return Considered(candidate, peak, found, seconds_of(candidate, seconds, roof))
+
+
+def with_activations(ledger: Ledger, nbytes: int) -> Ledger:
+    """A ledger with activations of so many bytes."""
+    found = Ledger(device_type=ledger.device_type)
+    for entry in ledger:
+        found.add(entry)
+    found.add(Entry("activations", "device", Owner("micro-batch"), nbytes, nbytes, peak=True))
+    return found
+
+
+def _with_reason(each: Considered, best: Considered) -> Considered:
+    lacking = [need for need in each.needs if not need.fits]
+    if lacking:
+        need = lacking[0]
+        assert need.there is not None
+        why = f"{need.what}: {size(need.needed)}, there {size(need.there)}"
+    else:
+        more = each.seconds.total / best.seconds.total - 1
+        why = f"{more:+.0%} time" if abs(more) > _NEAR else "alike, with more changes"
+    return Considered(each.candidate, each.activations, each.needs, each.seconds, why)
+
+
+def _nearest(nearest: Considered, plan: MemoryPlan, asked: ZeroConfig) -> str:
+    """Why nothing fits, and ways out."""
+    lacking = next(need for need in nearest.needs if not need.fits)
+    assert lacking.there is not None
+    ways = ["more ranks", "a smaller model, or shorter sequences"]
+    if not asked.offload.nvme_path:
+        ways.insert(0, "offload.nvme_path: [a directory on a drive]")
+    if not asked.auto.global_batch and nearest.activations:
+        ways.insert(0, "fewer rows in a batch, or auto.global_batch, of which micro-batches are made")
+    fixed = [key for key, setting in asked.settings() if setting.origin.startswith("user") and _is_chosen(key)]
+    if fixed:
+        ways.insert(0, f"leave open what is set: {', '.join(fixed)}")
+    return (
+        f"nothing fits {plan.model.title} on {plan.resolved.world_size} rank(s): the nearest is "
+        f"{nearest.candidate.describe()}, micro-batches of {nearest.candidate.rows or '?'} row(s), which needs "
+        f"{size(lacking.needed)} of {lacking.what}, and {size(lacking.there)} are there. Ways out: {'; '.join(ways)}"
+    )
+
+
+_CHOOSABLE = (
+    "stage", "offload.optimizer", "offload.parameters", "reshard_after_forward", "reshard_after_backward",
+    "activation_checkpointing.mode", "checkpoint.asynchronous",
+)  # fmt: skip
+
+
+def _is_chosen(key: str) -> bool:
+    return key in _CHOOSABLE

@@ -1,0 +1,217 @@
+"""One decision of all ranks: rank 0 chooses for the scarcest memory and the slowest rank, and the others are told.
+
+each rank    memory that it may take, its speeds      gathered
+rank 0       the choice, or why there is none         broadcast
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_strategy.activation.units import outermost_names
+from zero_strategy.auto.candidates import pinned
+from zero_strategy.auto.choice import Choice, choose
+from zero_strategy.auto.example import Example, ForeseenRows
+from zero_strategy.auto.foreseen import UnforeseenError
+from zero_strategy.auto.roof import Roof, measure
+from zero_strategy.config import ZeroConfig
+from zero_strategy.planning.held import Machine
+from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
+from zero_strategy.planning.model_shape import OptimizerState
+from zero_strategy.planning.room import Budget
+from zero_strategy.runtime.terminal import report
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A choice as all ranks know it.
+
+    Attributes:
+        config: With the chosen settings.
+        rows: Of a micro-batch of a rank; 0: as it comes.
+        accumulation: Micro-batches of a step.
+        table: See `Choice.table`.
+        figures: See `Choice.to_json`.
+        pinned: See `Choice.pinned_yaml`.
+    """
+
+    config: ZeroConfig
+    rows: int
+    accumulation: int
+    table: str
+    figures: dict[str, Any]
+    pinned: str
+
+
+def decide(
+    asked: ZeroConfig,
+    module: nn.Module,
+    *,
+    world_size: int,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    optimizer: str | OptimizerState = "AdamW",
+    accumulation: int = 1,
+    example: Example | None = None,
+) -> Decision:
+    """Choose what nobody has set. A collective of the default process group, if there is one.
+
+    Args:
+        asked: The config as it was given, with `auto.enabled`.
+        module: The model, whole.
+        world_size: Number of ranks.
+        compute_dtype: Dtype that floating-point parameters take, or None to keep theirs.
+        device: Where it computes; default: the CPU.
+        optimizer: What it keeps; a class name, or an `OptimizerState`.
+        accumulation: Micro-batches of a step, where `auto.global_batch` does not make them.
+        example: A batch, by which activations are foreseen; of rank 0.
+
+    Raises:
+        ValueError: On all ranks alike: if nothing fits, or settings contradict each other; names a way out.
+    """
+    place = device or torch.device("cpu")
+    drive = asked.offload.nvme_path[0] if asked.offload.nvme_path else None
+    if drive is not None:
+        os.makedirs(drive, exist_ok=True)
+    rooms = _gathered((os.uname().nodename, Machine.here(drive)))
+    roofs: list[Roof] = _gathered(measure(place, compute_dtype or torch.float32, drive))
+    if _rank() == 0:
+        budget, per_host = least_room(rooms, asked.auto.margin, _present_bytes(module, place))
+        roof = roofs[0].slowest(roofs[1:])
+
+        def chosen() -> Choice:
+            plan = plan_model(
+                module, replace_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
+                device=place, ranks_per_host=per_host, accumulation=accumulation,
+            )  # fmt: skip
+            return choose_for(asked, plan, budget, roof, module, example)
+
+        told = _told(chosen)
+    else:
+        told = None
+    told = _broadcast(told)
+    if isinstance(told, str):
+        raise ValueError(told)
+    settings, rows, count, text, figures, yaml = told
+    config = pinned(asked, settings)
+    config._chosen = figures
+    if _rank() == 0:
+        report(_logger, "settings that were chosen (auto.enabled):\n%s", text)
+    return Decision(config, rows, count, text, figures, yaml)
+
+
+def check_batches_come(config: ZeroConfig, whose: str) -> None:
+    """Raise if micro-batches were to be made where they come from a loader.
+
+    Raises:
+        ValueError: Naming the way out.
+    """
+    if config.auto.global_batch:
+        raise ValueError(
+            f"auto.global_batch is {config.auto.global_batch} [{config.origin_of('auto.global_batch')}], and batches "
+            f"are those of {whose}: leave it out, and give the loader the rows that `zero-strategy plan --auto "
+            "--global-batch` prints"
+        )
+
+
+def choose_for(
+    asked: ZeroConfig, plan: MemoryPlan, budget: Budget, roof: Roof, module: nn.Module, example: Example | None
+) -> Choice:
+    """The choice for a module, whose micro-batches are foreseen if there is an example."""
+    foreseen, unknown = None, "not known, as there is no example of a batch: keep memory free by auto.margin"
+    rows = 0 if example is None else example.rows
+    if example is not None:
+        ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
+        most = max(1, asked.auto.global_batch // ranks) if asked.auto.global_batch and rows else rows
+        try:
+            foreseen = ForeseenRows(module, example, units_of(module, plan), most)
+        except UnforeseenError as error:
+            unknown = f"not known: {error}; keep memory free by auto.margin"
+    return choose(asked, plan, budget, roof, foreseen, rows=rows, unknown=unknown)
+
+
+def units_of(module: nn.Module, plan: MemoryPlan) -> list[str]:
+    """Units that can be computed again; containers have no forward."""
+    names = outermost_names([unit.name for unit in plan.model.units])
+    return [name for name in names if not isinstance(module.get_submodule(name), (nn.ModuleList, nn.ModuleDict))]
+
+
+def replace_auto(asked: ZeroConfig) -> ZeroConfig:
+    """A config that can be resolved as it is: that of which a plan is made before anything is chosen."""
+    found = replace(asked)
+    found.auto = replace(asked.auto, enabled=False)
+    return found
+
+
+def least_room(rooms: list[tuple[str, Machine]], margin: float, present: int) -> tuple[Budget, int]:
+    """What the scarcest rank or host has, and the most ranks of a host.
+
+    Args:
+        rooms: Of each rank: a name of its host, and its machine.
+        margin: That stays free.
+        present: Bytes of the model that lie on the host now, and make way for what is planned.
+    """
+    names = [name for name, _ in rooms]
+    per_host = max(names.count(name) for name in names)
+
+    def least(values: list[int | None]) -> int | None:
+        return min((value for value in values if value is not None), default=None)
+
+    host = least([machine.host_free for _, machine in rooms])
+    process = least([machine.process_free for _, machine in rooms])
+    budget = Budget(
+        device=least([machine.gpu_free for _, machine in rooms]),
+        host=None if host is None else host + present * per_host,
+        disk=least([machine.disk_free for _, machine in rooms]),
+        margin=margin,
+        process=None if process is None else process + present,
+    )
+    return budget, per_host
+
+
+def _present_bytes(module: nn.Module, device: torch.device) -> int:
+    """Bytes of parameters that lie on the host where the model computes there, too."""
+    if device.type != "cpu":
+        return 0
+    return sum(p.numel() * p.itemsize for p in module.parameters() if p.device.type == "cpu")
+
+
+def _told(make: Callable[[], Choice]) -> Any:
+    try:
+        choice = make()
+    except ValueError as error:
+        return str(error)
+    candidate = choice.chosen.candidate
+    return (
+        choice.settings, candidate.rows, candidate.accumulation, choice.table(), choice.to_json(), choice.pinned_yaml(),
+    )  # fmt: skip
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _gathered(own: Any) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [own]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _broadcast(value: Any) -> Any:
+    if dist.is_available() and dist.is_initialized():
+        found = [value]
+        dist.broadcast_object_list(found)
+        return found[0]
+    return value

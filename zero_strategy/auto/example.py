@@ -1,0 +1,159 @@
+"""A batch by which a model is looked at, in as many rows as are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_strategy.auto.foreseen import Foreseen, Loss, foresee, states_kept
+from zero_strategy.auto.roof import Roof
+from zero_strategy.config import ActivationCheckpointingConfig
+from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.runtime.torch_private import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Example:
+    """A batch and the loss of it.
+
+    Attributes:
+        batch: Any nesting of tensors, whose first dimension is that of rows.
+        loss: See `foreseen.Loss`.
+    """
+
+    batch: Any
+    loss: Loss
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0: its tensors do not agree about it."""
+        found = {tensor.shape[0] for tensor in self._tensors if tensor.dim()}
+        return found.pop() if len(found) == 1 else 0
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
+
+    def of_rows(self, count: int) -> Example:
+        """The same with another number of rows; those that are missing are repeated."""
+        rows = self.rows
+        assert rows, "a batch without rows is not divided"
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.dim():
+                return value
+            times = -(-count // rows)
+            return value.repeat(times, *[1] * (value.dim() - 1))[:count] if times > 1 else value[:count]
+
+        return replace(self, batch=tree_map(cut, self.batch))
+
+
+class MicroBatches(Protocol):
+    """Micro-batches of a model, by their rows."""
+
+    def peak(self, mode: str, rows: int) -> int:
+        """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
+
+    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
+        """Time of forward and backward of one."""
+
+
+class CountedRows:
+    """Those of a model of plain numbers, whose blocks are counted (`TokenCosts`).
+
+    Args:
+        plan: Of the model.
+        tokens: Of a row.
+    """
+
+    def __init__(self, plan: MemoryPlan, tokens: int) -> None:
+        assert plan.model.costs is not None
+        self._costs, self._tokens = plan.model.costs, tokens
+        self._itemsize = (plan.compute_dtype or torch.float32).itemsize
+        self._parameters = plan.model.parameters
+
+    def peak(self, mode: str, rows: int) -> int:
+        """See `MicroBatches`."""
+        settings = ActivationCheckpointingConfig(mode)
+        return sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
+
+    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
+        """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""
+        again = {"none": 6.0, "selective": 6.3, "full": 8.0}.get(mode, 8.0)
+        return again * self._parameters * rows * self._tokens / roof.flops
+
+
+class ForeseenRows:
+    """Micro-batches of a model, by their rows: two are run without memory, the others lie on a line through them.
+
+    Args:
+        module: The model.
+        example: A batch.
+        units: Names of the modules that may be computed again.
+        most: Rows of the largest micro-batch.
+
+    Raises:
+        UnforeseenError: If the model cannot be run without memory.
+    """
+
+    def __init__(self, module: nn.Module, example: Example, units: list[str], most: int) -> None:
+        self._module, self._example, self._units = module, example, units
+        self._most = most or example.rows
+        self._ends: dict[str, tuple[Foreseen, Foreseen]] = {}
+        self._ends_of("none")
+
+    def peak(self, mode: str, rows: int) -> int:
+        """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
+        first, last = self._ends_of(mode)
+        return round(self._on_line(first.peak, last.peak, rows))
+
+    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
+        """Time of forward and backward of one."""
+        first, last = self._ends_of(mode)
+        return self._on_line(roof.seconds(first.work), roof.seconds(last.work), rows)
+
+    def _ends_of(self, mode: str) -> tuple[Foreseen, Foreseen]:
+        if mode not in self._ends:
+            last = self._run(mode, self._most)
+            self._ends[mode] = self._run(mode, 1) if self._most > 1 and self._example.rows else last, last
+        return self._ends[mode]
+
+    def _run(self, mode: str, rows: int) -> Foreseen:
+        example = self._example.of_rows(rows) if self._example.rows else self._example
+        return foresee(self._module, example.batch, example.loss, mode=mode, units=self._units)
+
+    def _on_line(self, first: float, last: float, rows: int) -> float:
+        return last if rows >= self._most else first + (last - first) * (rows - 1) / (self._most - 1)
+
+
+_LOOKED_AT = 64
+"""Items of a data set among which the largest ones make a batch."""
+
+
+def of_dataset(dataset: Any, collate: Callable[[list[Any]], Any], rows: int, loss: Loss) -> Example | None:
+    """A batch of a data set's largest items among its first ones; None: it cannot be looked at without being used up.
+
+    Args:
+        dataset: Of `__getitem__` and `__len__`.
+        collate: Makes a batch of a list of items.
+        rows: How many.
+        loss: See `Loss`.
+    """
+    if not rows or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return None
+    with states_kept():
+        items = [dataset[number] for number in range(min(_LOOKED_AT, len(dataset)))]
+        if not items:
+            return None
+        items.sort(key=_elements, reverse=True)
+        return Example(collate([items[number % len(items)] for number in range(rows)]), loss)
+
+
+def _elements(item: Any) -> int:
+    """How much an item has: of tensors and arrays the elements, of lists their length."""
+    leaves = [item] if isinstance(item, Tensor) else tree_leaves(item)
+    return sum(int(getattr(leaf, "size", 1)) if not isinstance(leaf, Tensor) else leaf.numel() for leaf in leaves)

@@ -1,0 +1,256 @@
+"""A micro-batch foreseen: its forward and backward run on tensors without memory, and every byte is counted.
+
+torch's fake tensors have shapes, dtypes, devices and sizes of memory, and run through any module and through autograd.
+What lives at each moment is known from when memory is made and let go of. The same run counts operations, and a roof
+of the machine (`roof.py`) makes time of them.
+
+A module whose forward looks at values (`if x.sum() > 0`, `.item()`) cannot be foreseen; its error says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from zero_strategy.activation.products import selective_contexts
+from zero_strategy.activation.units import without_caches
+from zero_strategy.fsdp.unshard import tensors_in
+from zero_strategy.runtime.torch_private import TorchDispatchMode, fake_tensors, packet_of, schema_of, tree_map
+
+MODES = ("none", "selective", "full")
+"""Of activation checkpointing, in the order of their time."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The loss of a module for a batch."""
+
+
+class UnforeseenError(ValueError):
+    """The model looks at values, or does what tensors without memory cannot do."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of one kind: with the same number of floating-point operations, and the same bytes.
+
+    Attributes:
+        flops: Of one of them.
+        nbytes: That one reads and writes.
+        count: How many.
+    """
+
+    flops: int
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a micro-batch takes beside parameters and their gradients.
+
+    Attributes:
+        peak: Bytes at most.
+        kept: Bytes at the end of the forward.
+        work: Operations of forward and backward.
+    """
+
+    peak: int
+    kept: int
+    work: tuple[Work, ...] = field(repr=False)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(each.flops * each.count for each in self.work)
+
+
+def foresee(module: nn.Module, batch: Any, loss: Loss, *, mode: str = "none", units: Sequence[str] = ()) -> Foreseen:
+    """Run a micro-batch without memory; the module, its buffers and random states stay as they are.
+
+    Args:
+        module: On any device.
+        batch: Any nesting of tensors, of which shapes, dtypes and devices count.
+        loss: See `Loss`.
+        mode: One of `MODES`.
+        units: Names of the modules that are computed again, of which none is inside of another.
+
+    Raises:
+        UnforeseenError: If the run fails; says why.
+    """
+    fake = fake_tensors()
+    known = weakref.WeakKeyDictionary[Any, int]()
+    try:
+        with states_kept(), _recomputed(module, mode, units):
+            tensors = {name: _faked(fake, tensor, known) for name, tensor in _named_tensors(module)}
+            given = tree_map(lambda x: _faked(fake, x, known) if isinstance(x, Tensor) else x, batch)
+            live = _Live(known)
+            gradients = [
+                tensor.register_post_accumulate_grad_hook(live.drop_gradient)
+                for tensor in {id(each): each for each in tensors.values()}.values()
+                if tensor.requires_grad
+            ]
+            with fake, live:
+                torch.func.functional_call(_Step(module, loss, live), tensors, (given,))
+            del gradients
+    except Exception as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise UnforeseenError(f"{type(module).__name__} cannot be run on tensors without memory: {said}") from error
+    return Foreseen(live.peak(), live.kept, live.work())
+
+
+class _Step(nn.Module):
+    """Forward and backward in one, since units that are computed again have their other tensors only meanwhile."""
+
+    def __init__(self, module: nn.Module, loss: Loss, live: _Live) -> None:
+        super().__init__()
+        self.module, self._loss, self._live = module, loss, live
+
+    def forward(self, batch: Any) -> None:
+        result = self._loss(self.module, batch)
+        self._live.kept = self._live.now
+        result.backward()
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from (*module.named_parameters(prefix="module"), *module.named_buffers(prefix="module"))
+
+
+def _faked(fake: Any, tensor: Tensor, known: Any) -> Tensor:
+    if tensor.is_meta:  # a model that was built without memory computes on some device
+        with fake:
+            found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    else:
+        found = fake.from_tensor(tensor)
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        with fake:
+            found = found.detach().requires_grad_()
+    known[found.untyped_storage()] = 0
+    return found
+
+
+class _Live(TorchDispatchMode):
+    """Counts bytes that live and operations, of tensors without memory.
+
+    Args:
+        known: Storages that do not count.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, known: Any) -> None:
+        super().__init__()
+        self._known = known
+        self._changes: list[tuple[int, int]] = []
+        self._gradients: set[int] = set()
+        self._numbers = 0
+        self._work: dict[tuple[int, int], int] = {}
+        self.now = self.kept = 0
+
+    def drop_gradient(self, parameter: Tensor) -> None:
+        """Let go of a parameter's gradient; what it took is a matter of the plan."""
+        assert parameter.grad is not None
+        self._gradients.add(self._known.get(parameter.grad.untyped_storage(), 0))
+        parameter.grad = None
+
+    def peak(self) -> int:
+        """Bytes at most, gradients of parameters left out."""
+        now = most = 0
+        for number, nbytes in self._changes:
+            if number not in self._gradients:
+                now += nbytes
+                most = max(most, now)
+        return most
+
+    def work(self) -> tuple[Work, ...]:
+        """Operations so far."""
+        return tuple(Work(flops, nbytes, count) for (flops, nbytes), count in self._work.items())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = list(tensors_in(result))
+        for tensor in made:
+            self._note(tensor)
+        if not getattr(func, "is_view", False):
+            nbytes = sum(each.numel() * each.itemsize for each in (*tensors_in((args, kwargs)), *made))
+            key = _flops(func, args, kwargs, result), nbytes
+            self._work[key] = self._work.get(key, 0) + 1
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._numbers += 1
+        number, nbytes = self._numbers, storage.nbytes()
+        self._known[storage] = number
+        self._change(number, nbytes)
+        weakref.finalize(storage, self._change, number, -nbytes).atexit = False
+
+    def _change(self, number: int, nbytes: int) -> None:
+        self._changes.append((number, nbytes))
+        self.now += nbytes
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    formula: Any = flop_registry.get(packet_of(func))
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    # torch's table lacks the fused attention of the CPU, among others; its backward is two and a half forwards.
+    name = str(schema_of(func))
+    if name.startswith("aten::_scaled_dot_product"):
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])) * (2.5 if "backward" in name else 1))
+    return 0
+
+
+@contextlib.contextmanager
+def states_kept() -> Iterator[None]:
+    """Inside, random states and the autocast cache may change; they are as before afterwards."""
+    python, cached = random.getstate(), torch.is_autocast_cache_enabled()
+    numpy: Any = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
+            with torch.enable_grad():
+                yield
+    finally:
+        random.setstate(python)
+        if drawn is not None:
+            numpy.random.set_state(drawn)
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
+def _recomputed(module: nn.Module, mode: str, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the units are computed again in backward."""
+    units = [module.get_submodule(name) for name in names] if mode != "none" else []
+    own = [vars(unit).get("forward") for unit in units]
+    for name, unit in zip(names, units, strict=False):
+        object.__setattr__(unit, "forward", partial(_checkpointed, name, unit.forward, mode))
+    try:
+        yield
+    finally:
+        for unit, forward in zip(units, own, strict=True):
+            if forward is None:
+                object.__delattr__(unit, "forward")
+            else:
+                object.__setattr__(unit, "forward", forward)
+
+
+def _checkpointed(name: str, forward: Callable[..., Any], mode: str, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = without_caches(name, args, kwargs)
+    contexts: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)

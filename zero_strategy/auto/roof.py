@@ -1,0 +1,135 @@
+"""The roof of a machine: how fast it computes, moves memory, sends and stores; and the time of work under it.
+
+An operation takes the longer of two times, that of its floating-point operations and that of its bytes, and some time
+to begin (the roofline model: Williams, Waterman, Patterson, CACM 2009). Speeds are measured, in tenths of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from zero_strategy.auto.foreseen import Work
+from zero_strategy.offload.stores import probe
+
+_SIDE = 512
+"""Of the matrices that are multiplied."""
+_BYTES = 32 << 20
+"""That are copied, sent, and stored."""
+_TIMES = 5
+_DRIVE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Speeds of one rank while all ranks of its host work.
+
+    Attributes:
+        flops: Floating-point operations per second, of matrix products in the dtype of the computation.
+        memory: Bytes per second that an operation reads and writes.
+        begin: Seconds that an operation takes to begin.
+        link: Bytes per second that a rank gets from the others; 0: there are none.
+        write, read: Bytes per second of the drives of a host; 0: not known.
+        bus: Bytes per second between a device and the host; 0: the device is the host.
+        host: Bytes per second of the host's memory, where it takes the optimizer's steps.
+    """
+
+    flops: float
+    memory: float
+    begin: float
+    link: float = 0.0
+    write: float = 0.0
+    read: float = 0.0
+    bus: float = 0.0
+    host: float = 0.0
+
+    def seconds(self, work: Iterable[Work]) -> float:
+        """Time of operations after each other."""
+        return sum(
+            each.count * max(each.flops / self.flops, each.nbytes / self.memory, self.begin)
+            for each in work
+        )  # fmt: skip
+
+    def slowest(self, others: Iterable[Roof]) -> Roof:
+        """Of each speed the least of several ranks', whom the others wait for."""
+        everyone = [self, *others]
+        least = {name: min(getattr(each, name) for each in everyone) for name in vars(self)}
+        return Roof(**{**least, "begin": max(each.begin for each in everyone)})
+
+
+ASSUMED_GPU = Roof(flops=4e14, memory=2.4e12, begin=5e-6, link=2e11, write=3e9, read=6e9, bus=2.5e10, host=1e10)
+"""Of a GPU that is not here, in 16 bits: an H100's matrix products and memory at 60 %, NVLink, PCIe, a drive."""
+
+
+def measure(device: torch.device, dtype: torch.dtype, drive: str | os.PathLike[str] | None = None) -> Roof:
+    """The roof of this rank. A collective where there is a process group, since ranks share cores and links.
+
+    Args:
+        device: Where it computes.
+        dtype: In which.
+        drive: A directory for offload; None: drives are not looked at.
+    """
+    a = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
+    flops = 2 * _SIDE**3 / _least(lambda: a @ a, device)
+    source = torch.ones(_BYTES // 4, device=device)
+    into = torch.empty_like(source)
+    memory = 2 * _BYTES / _least(lambda: into.copy_(source), device)
+    one = torch.ones(1, device=device)
+    begin = _least(lambda: [one.add(1.0) for _ in range(100)], device) / 100
+    roof = Roof(flops, memory, begin)
+    if device.type != "cpu":
+        pinned = torch.empty(_BYTES // 4, pin_memory=True)
+        bus = _BYTES / _least(lambda: pinned.copy_(source, non_blocking=True), device)
+        roof = replace(roof, bus=bus, host=2 * _BYTES / _least(lambda: pinned.clone(), torch.device("cpu")))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        roof = replace(roof, link=_link(device, source))
+    return roof if drive is None else _with_drive(roof, drive)
+
+
+def _least(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the quickest of several times."""
+    found = []
+    for _ in range(_TIMES):
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+def _link(device: torch.device, values: torch.Tensor) -> float:
+    """Bytes per second that a gather among all ranks brings."""
+    ranks = dist.get_world_size()
+    if _share_a_host():
+        # Ranks of a host exchange through memory that they share: a copy in, a copy out.
+        into = torch.empty_like(values)
+        return _BYTES / (2 * _least(lambda: into.copy_(values), device))
+    part = values[: values.numel() // ranks].contiguous()
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    seconds = _least(lambda: dist.all_gather(parts, part), device)
+    return (ranks - 1) * part.nbytes / seconds
+
+
+def _share_a_host() -> bool:
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, os.uname().nodename)
+    return len(set(names)) == 1 and not torch.cuda.is_available()
+
+
+def _with_drive(roof: Roof, drive: str | os.PathLike[str]) -> Roof:
+    """The speeds of a drive, which one rank measures while the others wait."""
+    found = [0.0, 0.0]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with suppress(OSError):
+            speed = probe(os.fspath(drive), seconds=_DRIVE_SECONDS).chosen
+            found = [speed.write, speed.read]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return replace(roof, write=found[0], read=found[1])
