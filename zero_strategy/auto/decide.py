@@ -21,7 +21,7 @@ from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import Choice, choose
 from zero_strategy.auto.example import Example, ForeseenRows
 from zero_strategy.auto.foreseen import UnforeseenError
-from zero_strategy.auto.roof import Roof, measure
+from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
@@ -84,10 +84,9 @@ def decide(
     if drive is not None:
         os.makedirs(drive, exist_ok=True)
     rooms = _gathered((os.uname().nodename, Machine.here(drive)))
-    roofs: list[Roof] = _gathered(measure(place, compute_dtype or torch.float32, drive))
+    budget, per_host = least_room(rooms, asked.auto.margin, _present_bytes(module, place))
+    roof = _slowest(place, compute_dtype or torch.float32, drive, budget, alone=per_host == world_size)
     if _rank() == 0:
-        budget, per_host = least_room(rooms, asked.auto.margin, _present_bytes(module, place))
-        roof = roofs[0].slowest(roofs[1:])
 
         def chosen() -> Choice:
             plan = plan_model(
@@ -108,6 +107,50 @@ def decide(
     if _rank() == 0:
         report(_logger, "settings that were chosen (auto.enabled):\n%s", text)
     return Decision(config, rows, count, text, figures, yaml)
+
+
+def _slowest(
+    device: torch.device, dtype: torch.dtype, drive: str | None, budget: Budget, *, alone: bool
+) -> Roof:  # fmt: skip
+    """The roof of the slowest rank.
+
+    Args:
+        device: Where the ranks compute.
+        dtype: In which.
+        drive: A directory for offload.
+        budget: What there is.
+        alone: There is one host.
+    """
+    rooms = [each for each in (budget.process, budget.host if device.type == "cpu" else budget.device) if each]
+    room = min(rooms, default=None)
+
+    def own() -> Roof:
+        found = measure(device, dtype, room)
+        if drive is None or _rank() != 0:
+            return found
+        write, read = measure_drive(drive)
+        return replace(found, write=write, read=read)
+
+    roofs: list[Roof] = _made_by_all(own)
+    roof = roofs[0].slowest(roofs[1:])
+    roof = replace(roof, write=roofs[0].write, read=roofs[0].read)  # of rank 0's host; others' drives are like it
+    if len(roofs) > 1 and not (alone and device.type == "cpu"):
+        nbytes = probed_bytes(room)
+        roof = replace(roof, link=min(_made_by_all(lambda: measure_link(device, nbytes))))
+    return roof
+
+
+def _made_by_all(make: Callable[[], Any]) -> list[Any]:
+    """What each rank makes; where one of them raises, all do."""
+    try:
+        own, error = make(), ""
+    except (RuntimeError, OSError, MemoryError) as raised:
+        own, error = None, f"rank {_rank()}: {str(raised).partition(chr(10))[0]}"
+    found = _gathered((own, error))
+    errors = [text for _, text in found if text]
+    if errors:
+        raise ValueError(f"auto.enabled: speeds cannot be measured: {'; '.join(errors)}")
+    return [each for each, _ in found]
 
 
 def check_batches_come(config: ZeroConfig, whose: str) -> None:

@@ -6,6 +6,7 @@ to begin (the roofline model: Williams, Waterman, Patterson, CACM 2009). Speeds 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,10 @@ _SIDE = 512
 """Of the matrices that are multiplied."""
 _BYTES = 32 << 20
 """That are copied, sent, and stored."""
+_LEAST_BYTES = 1 << 18
 _TIMES = 5
+_SHARED_COPIES = 4
+"""Times that memory moves a byte where ranks of a host exchange it: copied in and out, each read and written."""
 _DRIVE_SECONDS = 0.5
 
 
@@ -34,7 +38,7 @@ class Roof:
         flops: Floating-point operations per second, of matrix products in the dtype of the computation.
         memory: Bytes per second that an operation reads and writes.
         begin: Seconds that an operation takes to begin.
-        link: Bytes per second that a rank gets from the others; 0: there are none.
+        link: Bytes per second that a rank gets from the others.
         write, read: Bytes per second of the drives of a host; 0: not known.
         bus: Bytes per second between a device and the host; 0: the device is the host.
         host: Bytes per second of the host's memory, where it takes the optimizer's steps.
@@ -67,29 +71,34 @@ ASSUMED_GPU = Roof(flops=4e14, memory=2.4e12, begin=5e-6, link=2e11, write=3e9, 
 """Of a GPU that is not here, in 16 bits: an H100's matrix products and memory at 60 %, NVLink, PCIe, a drive."""
 
 
-def measure(device: torch.device, dtype: torch.dtype, drive: str | os.PathLike[str] | None = None) -> Roof:
-    """The roof of this rank. A collective where there is a process group, since ranks share cores and links.
+def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -> Roof:
+    """The roof of this rank, links and drives left out. All ranks of a host measure at once, as they share its cores.
 
     Args:
         device: Where it computes.
         dtype: In which.
-        drive: A directory for offload; None: drives are not looked at.
+        room: Bytes that the rank may take, of which it takes a small part; None: not known.
     """
-    a = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    flops = 2 * _SIDE**3 / _least(lambda: a @ a, device)
-    source = torch.ones(_BYTES // 4, device=device)
+    nbytes = probed_bytes(room)
+    side = min(_SIDE, math.isqrt(nbytes // dtype.itemsize))
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    flops = 2 * side**3 / _least(lambda: a @ a, device)
+    source = torch.ones(nbytes // 4, device=device)
     into = torch.empty_like(source)
-    memory = 2 * _BYTES / _least(lambda: into.copy_(source), device)
+    memory = 2 * nbytes / _least(lambda: into.copy_(source), device)
     one = torch.ones(1, device=device)
     begin = _least(lambda: [one.add(1.0) for _ in range(100)], device) / 100
-    roof = Roof(flops, memory, begin)
+    roof = Roof(flops, memory, begin, link=memory / _SHARED_COPIES)
     if device.type != "cpu":
-        pinned = torch.empty(_BYTES // 4, pin_memory=True)
-        bus = _BYTES / _least(lambda: pinned.copy_(source, non_blocking=True), device)
-        roof = replace(roof, bus=bus, host=2 * _BYTES / _least(lambda: pinned.clone(), torch.device("cpu")))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        roof = replace(roof, link=_link(device, source))
-    return roof if drive is None else _with_drive(roof, drive)
+        pinned = torch.empty(nbytes // 4, pin_memory=True)
+        bus = nbytes / _least(lambda: pinned.copy_(source, non_blocking=True), device)
+        roof = replace(roof, bus=bus, host=2 * nbytes / _least(lambda: pinned.clone(), torch.device("cpu")))
+    return roof
+
+
+def probed_bytes(room: int | None) -> int:
+    """Bytes that a measurement of memory takes, twice."""
+    return _BYTES if room is None else max(_LEAST_BYTES, min(_BYTES, room // 32)) // 4096 * 4096
 
 
 def _least(run: Callable[[], object], device: torch.device) -> float:
@@ -104,32 +113,23 @@ def _least(run: Callable[[], object], device: torch.device) -> float:
     return min(found)
 
 
-def _link(device: torch.device, values: torch.Tensor) -> float:
-    """Bytes per second that a gather among all ranks brings."""
+def measure_link(device: torch.device, nbytes: int) -> float:
+    """Bytes per second that a gather among all ranks brings. A collective of the default process group.
+
+    Args:
+        device: Where the ranks compute.
+        nbytes: That a rank gets from all, itself included.
+    """
     ranks = dist.get_world_size()
-    if _share_a_host():
-        # Ranks of a host exchange through memory that they share: a copy in, a copy out.
-        into = torch.empty_like(values)
-        return _BYTES / (2 * _least(lambda: into.copy_(values), device))
-    part = values[: values.numel() // ranks].contiguous()
+    part = torch.ones(nbytes // 4 // ranks, device=device)
     parts = [torch.empty_like(part) for _ in range(ranks)]
     seconds = _least(lambda: dist.all_gather(parts, part), device)
     return (ranks - 1) * part.nbytes / seconds
 
 
-def _share_a_host() -> bool:
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, os.uname().nodename)
-    return len(set(names)) == 1 and not torch.cuda.is_available()
-
-
-def _with_drive(roof: Roof, drive: str | os.PathLike[str]) -> Roof:
-    """The speeds of a drive, which one rank measures while the others wait."""
-    found = [0.0, 0.0]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        with suppress(OSError):
-            speed = probe(os.fspath(drive), seconds=_DRIVE_SECONDS).chosen
-            found = [speed.write, speed.read]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    return replace(roof, write=found[0], read=found[1])
+def measure_drive(drive: str | os.PathLike[str]) -> tuple[float, float]:
+    """Bytes per second that a drive takes and gives; zeros where nothing can be written there."""
+    with suppress(OSError):
+        speed = probe(os.fspath(drive), seconds=_DRIVE_SECONDS).chosen
+        return speed.write, speed.read
+    return 0.0, 0.0

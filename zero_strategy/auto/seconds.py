@@ -11,6 +11,7 @@ gathers and reductions of all but the first and the last unit hide behind the co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zero_strategy.auto.candidates import Candidate
@@ -72,7 +73,6 @@ def seconds_of(candidate: Candidate, micro_batch: float, roof: Roof) -> Seconds:
         gradients = away * sum(bucket.elements * bucket.reduce_dtype.itemsize for bucket in buckets if bucket.trainable)
         times = candidate.accumulation if config.gradient_reduction == "per_micro_batch" else 1
         gathered = gradients if config.stage == 0 else gathers_of(candidate) * parameters
-        assert roof.link, "links are measured where there are several ranks"
         exchange = (gathered + times * gradients) / roof.link
         if plan.device_type != "cpu":
             exchange = max(exchange - _HIDDEN * compute, exchange * (1 - _HIDDEN) / len(buckets))
@@ -105,5 +105,6 @@ def _tier_seconds(candidate: Candidate, roof: Roof) -> float:
     written = states + gradients * candidate.accumulation + parameters
     if not (read or written):
         return 0.0
-    assert roof.read and roof.write, "drives are measured where they are among the candidates"
+    if not (roof.read and roof.write):
+        return math.inf  # nothing can be written there
     return per_host * (read / roof.read + written / roof.write)

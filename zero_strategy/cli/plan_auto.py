@@ -15,7 +15,7 @@ from zero_strategy.auto.choice import Choice, NothingFitsError, choose
 from zero_strategy.auto.decide import units_of
 from zero_strategy.auto.example import CountedRows, Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
-from zero_strategy.auto.roof import ASSUMED_GPU, Roof, measure
+from zero_strategy.auto.roof import ASSUMED_GPU, Roof, measure, measure_drive
 from zero_strategy.cli.plan_model import Built, Finetuning
 from zero_strategy.config import ZeroConfig
 from zero_strategy.planning.memory_plan import MemoryPlan
@@ -97,9 +97,10 @@ def _roof(plan: MemoryPlan, asked: ZeroConfig, gigabits: float | None) -> tuple[
     drive = asked.offload.nvme_path[0] if asked.offload.nvme_path else None
     if plan.device_type == "cpu" or torch.cuda.is_available():
         device = torch.device("cpu" if plan.device_type == "cpu" else "cuda")
-        roof, source = measure(device, dtype, drive), "measured on this machine, by one rank"
-        # Ranks of one host exchange through memory: a copy in, a copy out.
-        roof = roof if roof.link else replace(roof, link=roof.memory / 4)
+        roof, source = measure(device, dtype), "measured on this machine, by one rank"
+        if drive is not None:
+            write, read = measure_drive(drive)
+            roof = replace(roof, write=write, read=read)
     else:
         roof, source = ASSUMED_GPU, "assumed, of an H100"
     if gigabits is not None:

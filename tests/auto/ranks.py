@@ -1,0 +1,69 @@
+"""What ranks do in tests of choices; each function is called on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.gpt import GPT, GPTSize, loss_fn
+from zero_strategy import ZeroEngine
+from zero_strategy.auto.decide import decide
+from zero_strategy.auto.example import Example
+from zero_strategy.config import load_config
+
+SIZE, LENGTH = GPTSize(width=64, depth=3, heads=2, vocabulary=512), 32
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return loss_fn(model(batch), batch)
+
+
+EXAMPLE = Example(torch.zeros(2, LENGTH, dtype=torch.long), loss)
+
+
+def model() -> GPT:
+    torch.manual_seed(3)
+    return GPT(SIZE, LENGTH)
+
+
+def limit(megabytes: int) -> None:
+    """Let this process take so much more."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (megabytes << 20), resource.RLIM_INFINITY))
+
+
+def with_caps(megabytes: dict[int, int], settings: dict[str, Any]) -> Any:
+    """(settings, figures) of a decision where some ranks may take less than others, or its error."""
+    if (most := megabytes.get(dist.get_rank())) is not None:
+        limit(most)
+    try:
+        found = decide(load_config(settings), model(), world_size=dist.get_world_size(), example=EXAMPLE)
+    except ValueError as error:
+        return str(error)
+    finally:  # the process serves other tests
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {key: setting.value for key, setting in found.config.settings()}, found.figures
+
+
+def digest_of_training(settings: dict[str, Any], example: bool) -> tuple[str, int, str]:
+    """(digest of the weights, stage, origin of the stage) after some steps."""
+    rank, module = dist.get_rank(), model()
+    engine = ZeroEngine(module, settings, example=EXAMPLE if example else None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine.attach(optimizer)
+    for step in range(4):
+        batch = torch.randint(0, 512, (2, LENGTH), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict()
+    text = b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    config = engine.config.config
+    return hashlib.sha256(text).hexdigest(), config.stage, config.origin_of("stage")

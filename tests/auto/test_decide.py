@@ -1,0 +1,94 @@
+"""All ranks decide alike, for the scarcest of them; what is trained has the bits of the config that is pinned."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.auto.ranks import EXAMPLE, digest_of_training, loss, model, with_caps
+from tests.launcher import Launcher
+from zero_strategy import ZeroEngine
+from zero_strategy.auto.candidates import CHOSEN
+from zero_strategy.auto.decide import decide, least_room
+from zero_strategy.auto.example import of_dataset
+from zero_strategy.config import load_config, resolve
+from zero_strategy.planning.held import Machine
+
+SETTINGS: dict[str, Any] = {"stage": "auto", "auto": {"global_batch": 16, "enabled": True}}
+
+
+def test_the_scarcest_rank_decides_for_all(ranks: Launcher) -> None:
+    found = ranks(2)(with_caps, {1: 5}, SETTINGS)
+    assert found[0] == found[1]
+    settings, figures = found[0]
+    free, _ = ranks(2)(with_caps, {}, SETTINGS)[0]
+    assert free["activation_checkpointing.mode"] == "none" and figures["rows"] < 8
+    needs = next(each for each in figures["candidates"] if not each["fits"])
+    assert "host memory, by the limit of a process" in needs["why"]
+    assert settings["auto.enabled"] is False
+
+
+def test_where_nothing_fits_all_ranks_are_told(ranks: Launcher) -> None:
+    found = ranks(2)(with_caps, {1: 1}, SETTINGS)
+    assert found[0] == found[1] and found[0].startswith("nothing fits GPT on 2 rank(s): the nearest is stage ")
+    assert "Ways out: " in found[0]
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_on_all_ranks(ranks: Launcher) -> None:
+    found = ranks(2)(with_caps, {}, {"stage": "auto", "auto": {"global_batch": 7, "enabled": True}})
+    assert set(found) == {"auto.global_batch is 7 and there are 2 ranks; the nearest that can be divided: 6 or 8"}
+
+
+def test_bits_are_those_of_the_pinned_config(ranks: Launcher) -> None:
+    chosen = ranks(2)(digest_of_training, {"stage": "auto"}, True)
+    digest, stage, origin = chosen[0]
+    assert origin == CHOSEN and chosen[0] == chosen[1]
+    assert ranks(2)(digest_of_training, {"stage": stage}, False)[0][0] == digest
+
+
+def test_what_is_pinned_is_what_was_chosen() -> None:
+    asked = load_config(stage="auto", auto={"global_batch": 8}, prefetch=2)
+    found = decide(asked, model(), world_size=1, example=EXAMPLE)
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    pinned = load_config(yaml.safe_load(found.pinned))
+    ours = {key: setting.value for key, setting in found.config.settings() if not key.startswith("auto.")}
+    assert {key: setting.value for key, setting in pinned.settings() if not key.startswith("auto.")} == ours
+    assert found.rows * found.accumulation == 8 and found.config.chosen == found.figures
+
+
+def test_the_table_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = ZeroEngine(model(), {"stage": "auto"}, example=EXAMPLE)
+    shown = [record.getMessage() for record in caplog.records if "were chosen" in record.getMessage()]
+    assert len(shown) == 1 and "rows x micro-batches" in shown[0]
+    engine.close()
+
+
+def test_random_states_stay() -> None:
+    module = nn.Linear(3, 3)
+    before = torch.get_rng_state()
+    decide(load_config(stage="auto"), module, world_size=1)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_nobody_chooses_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"auto\.enabled is True \[user: keyword\], and nothing is chosen here: Train"):
+        resolve(load_config(stage="auto"), 2)
+
+
+def test_the_scarcest_host_counts() -> None:
+    rooms = [("a", Machine(host_free=100)), ("a", Machine(host_free=90, process_free=40)), ("b", Machine(host_free=80))]
+    budget, per_host = least_room(rooms, 0.2, present=5)
+    assert (budget.host, budget.process, budget.margin, per_host) == (90, 45, 0.2, 2)
+
+
+def test_a_batch_of_a_data_set_has_its_largest_items() -> None:
+    items = [torch.zeros(length) for length in (3, 7, 5)]
+    found = of_dataset(items, lambda chosen: torch.tensor([len(each) for each in chosen]), 2, loss)
+    assert found is not None and found.batch.tolist() == [7, 5]
+    assert of_dataset(iter(items), list, 2, loss) is None and of_dataset(items, list, 0, loss) is None
