@@ -62,7 +62,7 @@ def fit(strategy: Any, folder: Path) -> tuple[str, Any]:
     return digest(module), trainer.strategy.config
 
 
-def test_a_lightning_trainer(tmp_path: Path) -> None:
+def test_a_choice_under_lightning(tmp_path: Path) -> None:
     found, config = fit("zero_auto", tmp_path)
     assert config.origin_of("stage") == "chosen: auto.enabled"
     assert config.chosen["activations"] == "foreseen without memory"
@@ -71,7 +71,7 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
     assert "auto.enabled" in text
 
 
-def test_fabric() -> None:
+def test_a_choice_under_fabric() -> None:
     from lightning.fabric import Fabric
 
     from zero_strategy.integrations.fabric import ZeroStrategy as ZeroFabricStrategy
@@ -89,7 +89,7 @@ def test_fabric() -> None:
     assert strategy.config.chosen["activations"] == "foreseen without memory"
 
 
-def test_accelerate() -> None:
+def test_a_choice_under_accelerate() -> None:
     def trained(config: dict[str, Any]) -> tuple[str, Any]:
         accelerator = ZeroAccelerator(zero_config=config, cpu=True)
         model = net()
@@ -109,7 +109,7 @@ def test_accelerate() -> None:
         trained({"stage": "auto", "auto": {"enabled": True, "global_batch": 8}})
 
 
-def test_the_transformers_trainer(tmp_path: Path) -> None:
+def test_a_choice_under_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from zero_strategy import ZeroTrainer
 

@@ -22,8 +22,8 @@ from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, Need, needs
 from zero_strategy.runtime.terminal import size, table
 
-_ROWS = 10
-"""Of the table."""
+SHOWN = 10
+"""Candidates of a table."""
 _NEAR = 0.01
 """Part of a step's time by which two candidates are alike; of such the simpler one is taken."""
 
@@ -102,16 +102,17 @@ class Choice:
         text += f"\n{left} more candidates" if left else ""
         return f"{text}\nactivations: {self.activations}; {self.margin:.0%} of the memory stays free"
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain types."""
+    def to_json(self, most: int = SHOWN) -> dict[str, Any]:
+        """The figures as plain types, of so many candidates at most."""
+        told = shown(self.considered, most)
         return {
             "settings": self.settings,
             "rows": self.chosen.candidate.rows,
             "accumulation": self.chosen.candidate.accumulation,
             "activations": self.activations,
             "margin": self.margin,
-            "candidates": [_figures(each) for each in shown(self.considered)],
-            "left out": len(self.considered) - len(shown(self.considered)),
+            "candidates": [_figures(each) for each in told],
+            "left out": len(self.considered) - len(told),
         }
 
     def pinned_yaml(self) -> str:
@@ -147,7 +148,7 @@ def _figures(each: Considered) -> dict[str, Any]:
     }
 
 
-def shown(considered: Sequence[Considered]) -> list[Considered]:
+def shown(considered: Sequence[Considered], most: int = SHOWN) -> list[Considered]:
     """The chosen one, the quickest that fit, and the quickest that do not; of those that differ in saves alone one."""
     found: dict[Any, Considered] = {}
     for each in considered:
@@ -156,8 +157,8 @@ def shown(considered: Sequence[Considered]) -> list[Considered]:
         found.setdefault((tuple(same.items()), candidate.rows), each)
     fitting = [each for each in found.values() if each.fits]
     others = sorted((each for each in found.values() if not each.fits), key=lambda each: each.seconds.total)
-    few = min(len(others), _ROWS // 3)
-    return [*fitting[: _ROWS - few], *others[:few]]
+    few = min(len(others), most // 3)
+    return [*fitting[: most - few], *others[:few]]
 
 
 def choose(

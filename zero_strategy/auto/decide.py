@@ -18,7 +18,7 @@ from torch import nn
 
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto.candidates import pinned
-from zero_strategy.auto.choice import Choice, choose
+from zero_strategy.auto.choice import SHOWN, Choice, choose
 from zero_strategy.auto.example import Example, ForeseenRows
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
@@ -63,6 +63,7 @@ def decide(
     optimizer: str | OptimizerState = "AdamW",
     accumulation: int = 1,
     example: Example | None = None,
+    told: int = SHOWN,
 ) -> Decision:
     """Choose what nobody has set. A collective of the default process group, if there is one.
 
@@ -75,6 +76,7 @@ def decide(
         optimizer: What it keeps; a class name, or an `OptimizerState`.
         accumulation: Micro-batches of a step, where `auto.global_batch` does not make them.
         example: A batch, by which activations are foreseen; of rank 0.
+        told: Candidates of which there are figures, at most.
 
     Raises:
         ValueError: On all ranks alike: if nothing fits, or settings contradict each other; names a way out.
@@ -95,13 +97,13 @@ def decide(
             )  # fmt: skip
             return choose_for(asked, plan, budget, roof, module, example)
 
-        told = _told(chosen)
+        answer = _answer(chosen, told)
     else:
-        told = None
-    told = _broadcast(told)
-    if isinstance(told, str):
-        raise ValueError(told)
-    settings, rows, count, text, figures, yaml = told
+        answer = None
+    answer = _broadcast(answer)
+    if isinstance(answer, str):
+        raise ValueError(answer)
+    settings, rows, count, text, figures, yaml = answer
     config = pinned(asked, settings)
     config._chosen = figures
     if _rank() == 0:
@@ -229,15 +231,14 @@ def _present_bytes(module: nn.Module, device: torch.device) -> int:
     return sum(p.numel() * p.itemsize for p in module.parameters() if p.device.type == "cpu")
 
 
-def _told(make: Callable[[], Choice]) -> Any:
+def _answer(make: Callable[[], Choice], told: int) -> Any:
     try:
         choice = make()
     except ValueError as error:
         return str(error)
-    candidate = choice.chosen.candidate
-    return (
-        choice.settings, candidate.rows, candidate.accumulation, choice.table(), choice.to_json(), choice.pinned_yaml(),
-    )  # fmt: skip
+    candidate, figures = choice.chosen.candidate, choice.to_json(told)
+    batch = candidate.rows, candidate.accumulation
+    return (choice.settings, *batch, choice.table(), figures, choice.pinned_yaml())
 
 
 def _rank() -> int:
