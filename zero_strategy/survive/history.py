@@ -171,10 +171,10 @@ class History:
             last = replace(last, since=self.started, stall=0.0)
         elif last.stall is None:
             # A copy that tells of its own run has come after the beginning, and does not know that.
-            self.mark = self.mark if self.mark > last.time else now
+            self.mark = self.mark if self.mark > last.time else max(now, last.since)  # another host's clock
             last = replace(last, stall=self.mark - last.since, lost=self.mark - last.since)
         else:
-            last = replace(last, lost=self.mark - last.since)
+            last = replace(last, lost=max(0.0, self.mark - last.since))
         self.lost += last.lost
         self.unwritten.append(last)
 
