@@ -6,8 +6,23 @@ from pathlib import Path
 
 from zero_strategy.diagnostics.run_files import Interval, MemorySample, RunWriter, StepRecord
 from zero_strategy.diagnostics.step_clock import Flow
+from zero_strategy.survive.history import History, Left
 
 START = 1_700_000_000.0
+
+
+def write_deaths(directory: Path) -> None:
+    """Beginnings of a run of `write_run` with ten steps of 0.5 s: two deaths, a place taken again."""
+    history = History()
+    history.begin(START, 3, ["000000:a", "000001:a", "000002:a"], Left("", torn=False))
+    told = history.copied(1, START + 0.5)
+    history.begin(START + 1.0, 1, ["000002:a"], Left("rank 0 <b>is gone</b>", torn=True))
+    told += history.copied(2, START + 1.5)
+    history.begin(START + 1.75, 2, ["000000:b", "000002:a"], Left("after step 2 1 came and 0 went", torn=False))
+    told += history.copied(3, START + 2.0)
+    writer = RunWriter(directory, 9)
+    writer.beginnings(told)
+    writer.close()
 
 
 def write_run(directory: Path, *, ranks: int = 2, steps: int = 6, pipeline: bool = False, traced: int = 2) -> None:

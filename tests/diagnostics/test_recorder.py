@@ -24,6 +24,7 @@ from zero_strategy.config import load_config
 from zero_strategy.diagnostics.recorder import StepRecorder, install_diagnostics, record
 from zero_strategy.diagnostics.run_files import RecordedRun, read_run
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.survive.history import History, Left
 
 STEPS, ACCUMULATION, WAIT = 3, 2, 0.02
 
@@ -224,6 +225,29 @@ def test_closures_optimizers_and_errors(tmp_path: Path) -> None:
     assert recorder.take_metrics() and recorder.take_metrics() is None
     assert (tmp_path / "engine-2").is_dir()
     assert other.observed.observer is not None
+
+
+def test_a_history_goes_to_the_file_and_to_loggers(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    config = load_config(stage=1, diagnostics={"run_dir": str(tmp_path), "every_n_steps": 2})
+    engine = ZeroEngine(model, config)
+    install_diagnostics(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    history = History()
+    history.begin(1.0, 2, ["000000:a", "000001:a"], Left("", torn=False))
+    for number in range(1, 5):
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        metrics = engine.step_metrics()
+        if number == 3:
+            history.begin(4.0, 1, ["000000:a"], Left("rank 1 is gone", torn=True))
+        told = history.copied(number, 2.0 * number)
+        engine.observed.mark("copied", (told, history))
+        assert bool(metrics) == (number % 2 == 0)
+    # After the third copy, at 6: 2 of 4 s.
+    assert [metrics[f"zero/{name}"] for name in ("deaths", "stall_seconds", "goodput")] == [1.0, 2.0, 0.5]
+    assert [(each.number, each.went) for each in read_run(tmp_path).beginnings] == [(1, []), (2, [1])]
 
 
 def test_a_recorder_goes_with_its_engine(tmp_path: Path) -> None:

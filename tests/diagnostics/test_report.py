@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.diagnostics.runs import write_run
+from tests.diagnostics.runs import START, write_deaths, write_run
 from zero_strategy.cli import main
 from zero_strategy.cli.report import MOST_POINTS, own_work, report_data, report_page
 from zero_strategy.diagnostics.run_files import read_run
@@ -71,6 +71,49 @@ def test_what_the_page_shows_is_what_was_recorded(tmp_path: Path) -> None:
     assert own_work(record) == pytest.approx(0.3)
 
 
+def test_deaths_stalls_and_goodput(tmp_path: Path) -> None:
+    """Of the 4.5 s between the first step and the tenth 1 and 0.5 are stalls."""
+    write_run(tmp_path, steps=10)
+    assert report_data(read_run(tmp_path))["deaths"] is None
+    write_deaths(tmp_path)
+    found = report_data(read_run(tmp_path))["deaths"]
+    assert (found["count"], found["goodput"]) == (2, pytest.approx(3 / 4.5))
+    assert found["said"] == (
+        "2 processes died, and the training began anew 2 times; the median stall took 0.75 s, the largest 1 s; steps "
+        "that counted were done in 66.7 % of the time (goodput)."
+    )
+    death, taken = found["rows"]
+    assert (death["time"], death["step"], death["went"], death["came"]) == (START + 1.0, 1, [0, 1], [])
+    assert (death["before"], death["after"], death["stall"], death["again"]) == (3, 1, 1.0, 1)
+    assert (taken["went"], taken["came"], taken["stall"], taken["again"]) == ([], [0], 0.5, 0)
+
+
+def test_a_run_without_deaths_and_one_after_it(tmp_path: Path) -> None:
+    """The time between two runs in one directory counts for neither; a cut line is none."""
+    write_run(tmp_path, steps=10)
+    path = tmp_path / "beginnings.jsonl"
+    first = {
+        "number": 1, "step": 0, "why": "", "before": 0, "after": 2, "went": [], "came": [0, 1], "waiting": 0,
+        "stall": 0.0, "lost": 0.0, "again": 0,
+    }  # fmt: skip
+    lines = [
+        {**first, "time": START, "since": START + 0.5},
+        {**first, "time": START + 2.9, "since": START + 3.5},
+        {**first, "time": START + 4.2, "since": START + 3.5, "number": 2, "before": 2, "went": [1], "stall": 1.0,
+         "lost": 1.0},
+    ]  # fmt: skip
+    path.write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[1])[:40])
+    found = report_data(read_run(tmp_path))["deaths"]
+    assert found["said"] == "No process died; steps that counted were done in 100 % of the time (goodput)."
+    assert found["rows"] == []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # From 0.5 to 2.5 and from 3.5 to 5.0, of which 1 is lost.
+    assert report_data(read_run(tmp_path))["deaths"]["goodput"] == pytest.approx(2.5 / 3.5)
+    path.write_text('{"number": 1}\n')
+    with pytest.raises(ValueError, match=r"beginnings\.jsonl, line 1: no record of a beginning"):
+        read_run(tmp_path)
+
+
 def test_a_long_run_becomes_few_points(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=3 * MOST_POINTS + 5, traced=0)
     data = report_data(read_run(tmp_path))
@@ -101,6 +144,7 @@ class Parts(HTMLParser):
             assert found["role"] == "img" and found["aria-labelledby"]
             self.charts.append({})
         elif self.charts and tag in ("rect", "path", "line"):
+            tag = "death" if found.get("class") == "death" else tag
             self.charts[-1][tag] = self.charts[-1].get(tag, 0) + 1
 
     def handle_data(self, text: str) -> None:
@@ -150,6 +194,7 @@ def drawn_by_a_browser(directory: Path) -> Parts:
 
 def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     write_run(tmp_path, pipeline=True)
+    write_deaths(tmp_path)
     page = drawn_by_a_browser(tmp_path)
     assert page.headings == [
         "Where the time of a step goes",
@@ -159,6 +204,7 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
         "Memory by rank",
         "How far ranks are apart",
         "What moves",
+        "Deaths and new beginnings",
         "Pipeline timeline (step 2)",
         "Settings",
     ]
@@ -167,3 +213,5 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     assert loss["path"] == speed["path"] == 1 and by_rank["path"] == apart["path"] == 2
     assert memory["rect"] == 1 + 2 * 3 and timeline["rect"] == 2 * 4
     assert {"GPT</script> on 2 ranks", "500 ms", "25 %", "12.3 M", "F0", "B1", "rank 1", "stage"} <= set(page.texts)
+    assert {"Goodput", "2 deaths", "0, 1", "2023-11-14 22:13:21", "rank 0 <b>is gone</b>"} <= set(page.texts)
+    assert [chart.get("death", 0) for chart in page.charts] == [2, 2, 2, 0, 0, 2, 0]  # by step

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.slots import digest_of
 from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter
+from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.survive import Run, survive
 from zero_strategy.survive.copies import MemoryCopies
@@ -91,6 +92,7 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         config = {**config, "survive": True}
     model = Net()
     engine = ZeroEngine(model, {"reproducible": SLOTS, **config})
+    install_diagnostics(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.attach(optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -110,7 +112,8 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        told(step=step, rank=0 if run is None else run.rank, lr=scheduler.get_last_lr()[0])
+        deaths_told = engine.step_metrics().get("zero/deaths")
+        told(step=step, rank=0 if run is None else run.rank, lr=scheduler.get_last_lr()[0], deaths=deaths_told)
         if run is not None:
             run.commit(engine, {"step": step + 1, "scheduler": scheduler.state_dict()})
     return digest_of(engine, optimizer)

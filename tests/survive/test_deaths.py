@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.survive.deaths import Deaths, train
+from zero_strategy.cli.report import goodput
+from zero_strategy.diagnostics.run_files import read_run
 
 pytest.importorskip("torchft")
 
@@ -58,9 +60,26 @@ def test_deaths_in_every_phase(tmp_path: Path, stage: int) -> None:
 
 
 def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
+    """The report tells of all, also of those of the rank that writes it."""
     deaths: list[list[Any]] = [[4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
-    run(tmp_path, {"stage": 2}, deaths, 3)
+    record = {"run_dir": str(tmp_path / "record"), "flops": False, "trace_steps": 0}
+    run(tmp_path, {"stage": 2, "diagnostics": record}, deaths, 3)
     assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 2})}
+    found = read_run(tmp_path / "record")
+    assert found.numbers == list(range(1, STEPS + 1))
+    first, *later = found.beginnings
+    assert (first.before, first.after, first.stall) == (0, 3, 0.0)
+    assert [each.number for each in later] == list(range(2, 2 + len(later)))
+    # A loaded machine may hold more for dead; these are.
+    assert [sum(each.again for each in later if each.step == step) for step in (4, 12)] == [1, 1]
+    count = sum(len(each.went) for each in later)
+    assert count >= 3 and {each.step for each in later if each.went} >= {4, 12} and all(each.why for each in later)
+    assert all(each.stall is not None and 0 < each.stall == each.lost for each in later)
+    lasted = max(each.time for records in found.steps.values() for each in records) - first.since
+    assert goodput(found) == pytest.approx(1 - sum(each.lost for each in later) / lasted)
+    # Loggers are told, by a rank that has come after the first deaths, too.
+    lines = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert max(line["deaths"] or 0 for line in lines) == count
 
 
 def test_ranks_that_do_not_divide_the_slots_wait(tmp_path: Path) -> None:

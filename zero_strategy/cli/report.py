@@ -58,6 +58,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "memory": {rank: _memory(records) for rank, records in run.steps.items()},
         "flows": _flows(run),
         "experts": _experts(run),
+        "deaths": _deaths(run),
         "summary": _summary(run),
         "timeline": _timeline(run),
     }
@@ -146,6 +147,47 @@ def _experts(run: RecordedRun) -> list[dict[str, Any]]:
             known = found.setdefault(name, [0] * len(rows))
             found[name] = [one + other for one, other in zip(known, rows, strict=True)]
     return [{"layer": name, "rows": rows} for name, rows in found.items()]
+
+
+def _deaths(run: RecordedRun) -> dict[str, Any] | None:
+    """Beginnings after the first one, and what they come to in words; None of a run that does not survive deaths."""
+    if not run.beginnings:
+        return None
+    later = [one for one in run.beginnings if not one.first]
+    count, stalls = sum(len(one.went) for one in later), [one.stall for one in later if one.stall is not None]
+    share = goodput(run)
+    said = "No process died" if not count else f"{count} process{'es' if count > 1 else ''} died"
+    if stalls:
+        said += (
+            f", and the training began anew {len(later)} time{'s' if len(later) > 1 else ''}; the median stall took "
+            f"{median(stalls):.3g} s, the largest {max(stalls):.3g} s"
+        )
+    return {
+        "count": count,
+        "goodput": share,
+        "said": f"{said}; steps that counted were done in {100 * share:.3g} % of the time (goodput).",
+        "rows": [one.to_json() for one in later],
+    }
+
+
+def goodput(run: RecordedRun) -> float:
+    """The share of the time since the first copy in which steps were done that counted; see `History.goodput`.
+
+    Time ends with the last recorded step. Of a directory in which several runs have recorded the times are added up;
+    what lies between two runs counts for neither.
+    """
+    ends = sorted(record.time for records in run.steps.values() for record in records)
+    total, lost = 0.0, sum(one.lost for one in run.beginnings)
+    firsts = [one for one in run.beginnings if one.first]
+    for first, following in zip(firsts, [*firsts[1:], None]):
+        own = [
+            one.since + one.lost
+            for one in run.beginnings
+            if one.time >= first.time and (following is None or one.time < following.time)
+        ]
+        own += [end for end in ends if end >= first.since and (following is None or end < following.time)]
+        total += max(own) - first.since
+    return max(0.0, 1.0 - lost / total) if total > 0.0 else 1.0
 
 
 def _summary(run: RecordedRun) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.process_group import world_rank
 from zero_strategy.config import DiagnosticsConfig
-from zero_strategy.diagnostics.run_files import Interval, MemorySample, RunWriter, StepRecord, facts_of
+from zero_strategy.diagnostics.run_files import PREFIX, Interval, MemorySample, RunWriter, StepRecord, facts_of
 from zero_strategy.diagnostics.step_clock import (
     FORWARDS,
     DeviceClock,
@@ -52,6 +52,7 @@ from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.observer import Mark, Span, Transfer
 from zero_strategy.runtime.terminal import report
 from zero_strategy.runtime.torch_private import in_backward, uncompiled
+from zero_strategy.survive.history import Beginning, History
 
 if TYPE_CHECKING:
     from zero_strategy.diagnostics.journal import StepJournal
@@ -173,6 +174,7 @@ class StepRecorder:
         self._peak_rate: float | None = None
         self._messages: Flow = Flow(0, 0, 0.0)
         self._metrics: StepRecord | None = None
+        self._history: History | None = None
         self.last: StepRecord | None = None
         self._forget_work()
         self._hooks = _ForwardHooks(engine.module, self.forward, self._forward_gave)
@@ -251,6 +253,8 @@ class StepRecorder:
         """See `Observer.mark`."""
         if mark == "step over":
             self._step_over(value)
+        elif mark == "copied":
+            self._note_history(*value)
         elif not self._recording:
             return
         elif mark == "backward over":
@@ -275,7 +279,16 @@ class StepRecorder:
     def take_metrics(self) -> Mapping[str, float] | None:
         """See `Observer.take_metrics`."""
         record, self._metrics = self._metrics, None
-        return None if record is None else record.metrics()
+        if record is None or self._history is None:
+            return None if record is None else record.metrics()
+        return {**record.metrics(), **{PREFIX + name: value for name, value in self._history.metrics().items()}}
+
+    def _note_history(self, over: Sequence[Beginning], history: History) -> None:
+        """A copy in memory is there: the first rank writes down which beginnings are over with it."""
+        self._history = history
+        engine = self._engine()
+        if over and engine is not None and engine.mesh.world_group.rank == 0:
+            self._writer.beginnings(over)
 
     # ---- the step ----
 

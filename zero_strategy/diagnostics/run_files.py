@@ -3,9 +3,10 @@
     RUN_DIR/run.json           facts: config with origins, versions, ranks, device, model
     RUN_DIR/steps-0.jsonl      a line for each recorded step, one file per rank
     RUN_DIR/trace-0.jsonl      a line for each traced step: every interval of it, seconds since 1970
+    RUN_DIR/beginnings.jsonl   of a run that survives deaths: a line for each beginning, by who is rank 0 then
 
 Lines are written one by one, so what a run that was killed has recorded is there. A run that goes on in the same
-directory appends; of two lines about a step the later one counts.
+directory appends; of two lines about a step the later one counts, and of two about a beginning.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from zero_strategy.diagnostics.step_clock import Flow
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import is_there, read_text
+from zero_strategy.survive.history import Beginning
 from zero_strategy.version import __version__
 
 _MOST_BYTES = 4 << 30
@@ -187,7 +189,7 @@ class StepRecord:
         return {PREFIX + name: float(value) for name, value in found.items() if value is not None}
 
 
-FACTS = "run.json"
+FACTS, BEGINNINGS = "run.json", "beginnings.jsonl"
 
 
 class Interval(NamedTuple):
@@ -239,6 +241,12 @@ class RunWriter:
         line = {"step": step, "rank": self.rank, "intervals": intervals}
         self._traces.write(json.dumps(line) + "\n")
 
+    def beginnings(self, beginnings: Sequence[Beginning]) -> None:
+        """Append beginnings of a run that survives deaths; called by one rank at a time."""
+        # Opened each time: they are few, and the next one may be another process's.
+        with _open_for_lines(self.directory / BEGINNINGS) as file:
+            file.writelines(json.dumps(each.to_json()) + "\n" for each in beginnings)
+
     def close(self) -> None:
         """Close the files."""
         self._steps.close()
@@ -255,12 +263,14 @@ class RecordedRun:
         facts: Of `run.json`; empty if there is none.
         steps: Records by rank, in order of steps.
         traces: Intervals by rank and step.
+        beginnings: In order of time; none of a run that does not survive deaths.
     """
 
     directory: Path
     facts: Mapping[str, Any]
     steps: Mapping[int, Sequence[StepRecord]]
     traces: Mapping[int, Mapping[int, Sequence[Interval]]]
+    beginnings: Sequence[Beginning] = ()
 
     @cached_property
     def numbers(self) -> list[int]:
@@ -304,7 +314,19 @@ def read_run(directory: str | Path) -> RecordedRun:
         facts,
         {rank: [found[step] for step in sorted(found)] for rank, found in sorted(steps.items())},
         dict(sorted(traces.items())),
+        _beginnings(folder / BEGINNINGS),
     )
+
+
+def _beginnings(path: Path) -> list[Beginning]:
+    found: dict[float, Beginning] = {}
+    for values, where in _lines(path) if is_there(path) else ():
+        try:
+            one = Beginning.from_json(values)
+            found[one.time] = one
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: no record of a beginning: {error}") from error
+    return [found[time] for time in sorted(found)]
 
 
 def _lines(path: Path) -> list[tuple[Any, str]]:

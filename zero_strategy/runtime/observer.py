@@ -33,10 +33,11 @@ within it; `disk`: waits for files; `bubble`: for another stage of a pipeline; t
 Transfer = Literal["all_gather", "reduce_scatter", "all_to_all", "disk_read", "disk_write"]
 """What moves bytes in the background."""
 
-Mark = Literal["backward over", "step begins", "optimizer over", "step over", "loss", "batch", "timeline"]
+Mark = Literal["backward over", "step begins", "optimizer over", "step over", "loss", "batch", "timeline", "copied"]
 """`step begins`: of an optimizer; `optimizer over`: not the last one; `step over`: of all, with the number of steps
 taken; `loss`: of a micro-batch, unscaled; `batch`: the inputs of a
-micro-batch, where a forward has several; `timeline`: events of a pipeline."""
+micro-batch, where a forward has several; `timeline`: events of a pipeline; `copied`: a copy in memory is there, of a
+run that survives deaths, with beginnings that are over and the run's history."""
 
 
 class Observer(Protocol):

@@ -29,8 +29,8 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.survive.buddies import Buddies
 from zero_strategy.survive.membership import World
 
-_TURN, _STATE = "turn", "state"
-"""Entries of a copy's user metadata: its number, and what the training function has given."""
+_TURN, _STATE, _HISTORY = "turn", "state", "history"
+"""Entries of a copy's user metadata: its number, what the training function has given, and the run's history."""
 _TURNS = 2
 _PATIENCE = 5.0
 """Seconds without a sign of life, such as of a host that has died while it copied."""
@@ -65,11 +65,18 @@ class Copy:
         turn: Its number.
         state: What `take` was given.
         reader: Reads it.
+        history: What `take` was given.
     """
 
     turn: int
     state: Mapping[str, Any]
     reader: PieceReader
+    history: str = ""
+
+    @property
+    def step(self) -> int:
+        """Steps taken with it."""
+        return int(self.reader.manifest.counters.get("global_steps") or 0)
 
 
 class MemoryCopies:
@@ -96,6 +103,7 @@ class MemoryCopies:
         world: World,
         state: Mapping[str, Any],
         extra_files: Mapping[str, bytes] | None = None,
+        history: str = "",
     ) -> None:
         """Write the next copy. A collective.
 
@@ -104,6 +112,7 @@ class MemoryCopies:
             world: Its ranks.
             state: What the training function needs to go on, JSON-able.
             extra_files: Small files beside it, given on rank 0.
+            history: Of the run, as text.
 
         Raises:
             OSError: On all ranks, if a host has no memory left for it; the one before is there.
@@ -125,8 +134,8 @@ class MemoryCopies:
             return made
 
         engine.saver.save(
-            f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state)}, extra_files=extra_files or {},
-            own_files={},
+            f"copy {number} in memory", user={_TURN: turn, _STATE: dict(state), _HISTORY: history},
+            extra_files=extra_files or {}, own_files={},
             counters=engine.steps.counters(), optimizers=True, update_latest=False, asynchronous=False,
             weights_dtype=None, writer=writer, patience=_PATIENCE,
         )  # fmt: skip
@@ -145,8 +154,12 @@ class MemoryCopies:
         """The formation is no more; what still travels in it is of no use, and is not waited for."""
         self._buddies = None
 
-    def restore(self, engine: ZeroEngine) -> dict[str, Any] | None:
+    def restore(self, engine: ZeroEngine, told: Callable[[Copy], None] | None = None) -> dict[str, Any] | None:
         """Load the newest copy that is whole, on any hosts; None: there is none. A collective.
+
+        Args:
+            engine: The training.
+            told: Called with that copy once it is loaded.
 
         Returns:
             The state that `take` was given.
@@ -160,6 +173,8 @@ class MemoryCopies:
                 _logger.warning("the copy of turn %d in memory is damaged, and is not used: %s", copy.turn, error)
                 continue
             self.turn = copy.turn
+            if told is not None:
+                told(copy)
             return dict(copy.state)
         return None
 
@@ -178,7 +193,7 @@ class MemoryCopies:
             directory = self.folder / str(turn % _TURNS)
             manifest = Manifest.from_json(one.manifest, str(directory))
             reader = PieceReader(Folder(directory), manifest, directory)
-            copies.append(Copy(turn, manifest.user[_STATE], reader))
+            copies.append(Copy(turn, manifest.user[_STATE], reader, manifest.user[_HISTORY]))
         # A number that no copy of before has.
         self.turn = max((each.turn for there in everyone for each in there), default=0)
         return copies

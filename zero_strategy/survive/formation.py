@@ -44,13 +44,18 @@ def when_formed(forget: Callable[[], None]) -> None:
         _when_formed.append(forget)
 
 
-def form(membership: Membership, world: World, timeout: timedelta) -> None:
+def form(membership: Membership, world: World, timeout: timedelta, told: str, agree: Callable[[list[str]], str]) -> str:
     """Start the default process group of a world. All its members call it.
 
     Args:
         membership: This process's.
         world: As the lighthouse has given it to all.
         timeout: Of collectives, once the ranks are connected.
+        told: Something for the others.
+        agree: Called on the first rank, with what all have told.
+
+    Returns:
+        What `agree` has made of it, on all ranks.
 
     Raises:
         MembersChangedError: If a member has died meanwhile, or does not come.
@@ -68,7 +73,7 @@ def form(membership: Membership, world: World, timeout: timedelta) -> None:
     try:
         plain = TCPStore(first.address, first.port, is_master=False, timeout=seconds)
         store = PrefixStore(world.key, plain)
-        _meet(store, world)
+        agreed = _meet(store, world, told, agree)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=seconds)
     except (RuntimeError, dist.DistStoreError) as error:
         dissolve()
@@ -76,11 +81,12 @@ def form(membership: Membership, world: World, timeout: timedelta) -> None:
     set_group_timeout(timeout)
     for forget in _when_formed:
         forget()
+    return agreed
 
 
-def _meet(store: Store, world: World) -> None:
-    """Return when all are here."""
-    store.set(f"here{world.rank}", "")
+def _meet(store: Store, world: World, told: str, agree: Callable[[list[str]], str]) -> str:
+    """Return when all are here, with what the first one has made of what they have told."""
+    store.set(f"here{world.rank}", told)
     end = time.monotonic() + CONNECT_SECONDS
     missing = [rank for rank in range(world.size) if rank != world.rank]
     while missing := [rank for rank in missing if not store.check([f"here{rank}"])]:
@@ -88,6 +94,10 @@ def _meet(store: Store, world: World) -> None:
         if time.monotonic() > end:
             raise MembersChangedError(f"ranks {missing} of formation {world.number} did not come")
         time.sleep(_LOOK_SECONDS)
+    if world.rank == 0:
+        # It has the store itself; of the others each asks once.
+        store.set("agreed", agree([store.get(f"here{rank}").decode() for rank in range(world.size)]))
+    return store.get("agreed").decode()
 
 
 def _check_alive(world: World, ranks: Iterable[int]) -> None:

@@ -44,6 +44,7 @@ from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
+from zero_strategy.survive.history import OF_GROUPS, History, Left
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Member, Membership, World
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 
@@ -58,8 +59,6 @@ _GONE_SECONDS = 2.0
 _LEFT = "left"
 _DEATHS = {"gone", "stopped", "silent", _LEFT}
 """Kinds of failures after which the other ranks can go on."""
-_OF_GROUPS = ("gloo/", "Connection closed by peer", "Connection reset")
-"""Parts of the errors of groups whose members are gone, or have left."""
 _MOST_VAIN = 8
 """Beginnings after each other that come to no end of a step."""
 
@@ -82,6 +81,7 @@ class Run:
     Attributes:
         world: The ranks of this beginning.
         beginnings: How often the function was called.
+        history: Beginnings of the run, those before this process included.
     """
 
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
@@ -95,6 +95,8 @@ class Run:
         self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
         self._vain = 0
         self._everyone: Sequence[Member] = []
+        self.history = History()
+        self._left = Left("", torn=False)
 
     @classmethod
     def launched(cls, owner: str, slots: int = 0) -> tuple[Self, int]:
@@ -143,7 +145,7 @@ class Run:
         """
         self._engines.add(engine)
         self.watch(engine)
-        found = self._copies.restore(engine)
+        found = self._copies.restore(engine, self._go_back)
         self._step, self._slots = engine.steps.taken, engine.slots.slots
         return dict(state or {}) if found is None else found
 
@@ -179,7 +181,13 @@ class Run:
         if not copies:
             return None
         self._copies.turn = copies[0].turn
+        self._go_back(copies[0])
         return copies[0]
+
+    def _go_back(self, copy: Copy) -> None:
+        """Note that this beginning goes on from a copy."""
+        self.history = self.history.following(copy.history)
+        self.history.went_back(copy.step)
 
     def copy(
         self,
@@ -195,7 +203,8 @@ class Run:
             engine: The training.
             state: What the function needs to go on from here, JSON-able.
             extra_files: Small files beside it, given on rank 0.
-            asks: Ask who is there; False where nobody would look for a while, as new ones wait for those who know.
+            asks: Ask who is there; False where nobody would look for a while, as new ones wait for those who know: the
+                step has more to come, and another copy.
 
         Raises:
             OSError: If a host has no memory left for the copy.
@@ -206,7 +215,10 @@ class Run:
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
             self._ask()
-        self._copies.take(engine, self.world, state, extra_files)
+        history = self.history.kept(self._step, time.time(), complete=asks)
+        self._copies.take(engine, self.world, state, extra_files, history)
+        told = self.history.copied(self._step, time.time(), complete=asks)
+        engine.observed.mark("copied", (told, self.history))
         if asks:
             self._known = self._answer()
 
@@ -254,13 +266,15 @@ class Run:
         while True:
             self.world, self.beginnings, self._known = self._awaited(world), self.beginnings + 1, None
             try:
-                form(self._membership, self.world, DEFAULT_TIMEOUT)
+                self._form()
                 with self.ended():
                     return train(self, *args, **kwargs)
             except Exception as error:
                 self._check_goes_on(error)
                 why = str(error).partition("\n")[0]  # then come torch's frames
                 _logger.warning("%s: this process goes on", why)
+                if not self._left.why:  # what then keeps ranks from forming follows from it
+                    self._left = Left(why or type(error).__name__, torn=not isinstance(error, MembersChangedError))
                 self._tell(why)
                 # Those who came know that answer of the lighthouse, and form by it.
                 known = error.world if isinstance(error, MembersChangedError) else None
@@ -268,6 +282,17 @@ class Run:
                 traceback.clear_frames(error.__traceback__)
             self.leave()
             world = known or self._answer()
+
+    def _form(self) -> None:
+        """Form the ranks of this world, who agree on what the run was until now."""
+        names = [each.name for each in self._everyone]
+
+        def agree(told: Sequence[str]) -> str:
+            return History.agreed(told, time.time(), self.world_size, names).text()
+
+        told = self.history.told(self._left)
+        self.history = History.from_text(form(self._membership, self.world, DEFAULT_TIMEOUT, told, agree))
+        self._left = Left("", torn=False)
 
     def _awaited(self, world: World) -> World:
         """The members that form; this process waits until it is one of them."""
@@ -296,7 +321,7 @@ class Run:
                 return
             raise error
         of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError)) or (
-            isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_GROUPS)
+            isinstance(error, RuntimeError) and any(part in str(error) for part in OF_GROUPS)
         )
         if of_groups and self._vain < _MOST_VAIN:
             return  # others have left, who may have known of a death before

@@ -126,7 +126,13 @@ function frame(width, height, xs, low, high, format, title, description, bars) {
   svg.append(draw("text", { x: (left + width - right) / 2, y: height - 2, "text-anchor": "middle", text: `step ${first} to ${last}` }));
   return { svg, x, y, slot, top, base: height - bottom, left, right: width - right };
 }
+function marks(view, xs) {
+  if (xs !== data.steps) return [];  // other axes are no steps, or not all of them
+  const places = new Set((data.deaths?.rows ?? []).map((one) => xs.findIndex((step) => step > one.step)).filter((index) => index >= 0));
+  return [...places].map((index) => Math.max(view.left, view.x(index) - view.slot / 2)).map((at) => draw("line", { class: "death", x1: at, x2: at, y1: view.top, y2: view.base }));
+}
 function follow(view, xs, rows) {
+  view.svg.append(...marks(view, xs));
   const cursor = draw("line", { class: "cursor", y1: view.top, y2: view.base, visibility: "hidden" });
   view.svg.append(cursor);
   const area = draw("rect", { x: view.left, y: view.top, width: view.right - view.left, height: view.base - view.top, fill: "transparent" });
@@ -222,7 +228,8 @@ function heading() {
     tile("Step", seconds(one.seconds), "median"), tile("Tokens", count(one.tokens_per_second), "per second"),
     tile("Operations", one.tflops === null ? "-" : count(one.tflops * 1e12), "FLOP/s of each rank"), tile("MFU", percent(one.mfu), "of what a device can do"),
     tile("Waits for ranks", percent(one.waits), "of a step"), tile("Memory", bytes(one.memory), "peak of a rank"),
-    tile("Loss", number(one.loss, 4), "last")));
+    tile("Loss", number(one.loss, 4), "last"),
+    tile("Goodput", percent(data.deaths?.goodput), `${data.deaths?.count} death${data.deaths?.count === 1 ? "" : "s"}`)));
   const model = facts.model ?? {}, layout = facts.ranks ?? {};
   const chips = {
     parameters: model.parameters && `${count(model.parameters)}${model.trainable !== model.parameters ? `, ${count(model.trainable)} trained` : ""}`,
@@ -317,6 +324,18 @@ function experts() {
   live(box, (width) => data.experts.slice(0, 8).map(({ layer, rows }) => lines(width, 160, rows.map((_, index) => index), [{ name: layer, color: nth(0), values: rows }], number, `Rows by expert of ${layer}`, false)));
 }
 
+function deaths() {
+  const found = data.deaths;
+  if (!found) return;
+  const box = section("Deaths and new beginnings", `${found.said}${found.rows.length ? " Dashed lines in charts by step are new beginnings." : ""}`);
+  if (!found.rows.length) return;
+  const places = (list) => (list.length ? list.join(", ") : "-");
+  const header = [{ name: "time (UTC)" }, { name: "after step", number: true }, { name: "places gone" }, { name: "places new" },
+    ...["ranks before", "ranks after", "stall", "steps again"].map((name) => ({ name, number: true })), { name: "why" }];
+  box.append(table(header, found.rows.map((one) => [new Date(1e3 * one.time).toISOString().slice(0, 19).replace("T", " "), String(one.step),
+    places(one.went), places(one.came), String(one.before), String(one.after), seconds(one.stall), String(one.again), one.why]), "New beginnings"));
+}
+
 function timeline() {
   const found = data.timeline;
   if (!found) return;
@@ -373,7 +392,7 @@ function settings() {
 }
 
 heading();
-for (const part of [budget, loss, speed, memory, skew, traffic, experts, timeline, settings]) part();
+for (const part of [budget, loss, speed, memory, skew, traffic, experts, deaths, timeline, settings]) part();
 if (data.grouped > 1) document.getElementById("foot").append(tag("p", { text: `Each point is the mean of ${data.grouped} recorded steps.` }));
 document.getElementById("foot").append(tag("p", { text: "Written by zero-strategy report; the page needs no network." }));
 let waiting = 0, last = window.innerWidth;
