@@ -1,4 +1,4 @@
-"""Settings that are chosen (`auto.enabled`): whether they fit where memory is scarce, and how near to the best they are.
+"""Chosen settings (`auto.enabled`): whether they fit where memory is scarce, and how near to the best they are.
 
     python -m benchmarks.auto cells --count 200     # random models, ranks, limits of memory: runs that end, refusals
     python -m benchmarks.auto grid --count 40       # all candidates of a cell measured: the chosen one over the best
@@ -42,7 +42,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained where.
+    """A model, and where it is trained.
 
     Attributes:
         kind: "gpt", or a model type of transformers.
@@ -73,7 +73,8 @@ def drawn(draw: random.Random, *, limited: bool) -> Cell:
     tokens, batch = draw.choice([32, 64, 128]), ranks * draw.choice([1, 2, 4, 6, 8])
     parameters = depth * 12 * width**2 + 2 * vocabulary * width
     state = 16 * parameters >> 20
-    room = max(40, int(state * draw.uniform(0.35, 3.0) / ranks**0.5)) if limited else 0
+    # From what hardly holds the state to what holds it three times, with stacks of threads and torch's tracing.
+    room = 200 + int(state * draw.uniform(0.3, 3.0) / ranks**0.5) if limited else 0
     return Cell(kind, width, depth, vocabulary, tokens, batch, ranks, room, draw.random() < 0.4)
 
 
@@ -106,7 +107,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def settings_of(cell: Cell, drive: str) -> dict[str, Any]:
-    """What a user would give."""
+    """Settings that a user would give."""
     found: dict[str, Any] = {"stage": "auto", "auto": {"enabled": True, "global_batch": cell.batch}}
     if cell.drive:
         found["offload"] = {"nvme_path": [drive], "probe_seconds": 0.0}
@@ -154,9 +155,8 @@ def choose(cell: Cell, model: nn.Module, drive: str, told: int = 10) -> Decision
 
 def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
     """Choose under the limit, and train."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, _ = resident()
     model = model_of(cell)
+    present = sum(parameter.nbytes for parameter in model.parameters())
     if cell.room:
         limit(cell.room)
     begun = time.perf_counter()
@@ -167,13 +167,15 @@ def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
             raise
         return {"refused": str(error)}
     choosing = time.perf_counter() - begun
+    decided = resident()[0]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     seconds = steps_of(cell, model, found.config, found.rows, found.accumulation, 3)
     chosen = found.figures["candidates"][0]
     sums = [entry for entry in chosen["ledger"]["sums"] if entry["tier"] != "nvme"]
     planned = sum(entry["taken"] for entry in sums if entry["category"] != "snapshot")  # nothing is saved
     return {
         "settings": found.figures["settings"], "rows": found.rows, "accumulation": found.accumulation,
-        "seconds": seconds, "predicted seconds": chosen["seconds"]["total"], "bytes": resident()[1] - before,
+        "seconds": seconds, "predicted seconds": chosen["seconds"]["total"], "bytes": resident()[1] - decided + present,
         "predicted bytes": planned + chosen["activations"], "choosing": choosing,
     }  # fmt: skip
 

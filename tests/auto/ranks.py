@@ -1,4 +1,4 @@
-"""What ranks do in tests of choices; each function is called on every rank."""
+"""Parts of ranks in tests of choices; each function is called on every rank."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def model() -> GPT:
 
 
 def limit(megabytes: int) -> None:
-    """Let this process take so much more."""
+    """Let this process take so much more, beside stacks of threads."""
     lines = Path("/proc/self/status").read_text().splitlines()
     used = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (used + (megabytes << 20), resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (used + (megabytes << 20) + 12 * resource.getrlimit(resource.RLIMIT_STACK)[0], resource.RLIM_INFINITY),
+    )
 
 
 def with_caps(megabytes: dict[int, int], settings: dict[str, Any]) -> Any:

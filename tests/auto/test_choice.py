@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from zero_strategy.auto.candidates import CHOSEN, batches_of, candidates
-from zero_strategy.auto.choice import Choice, NothingFitsError
-from zero_strategy.auto.decide import choose_for, replace_auto
+from zero_strategy.auto.choice import Choice, NothingFitsError, choose
+from zero_strategy.auto.decide import micro_batches, replace_auto
 from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import foresee
 from zero_strategy.auto.roof import Roof
@@ -39,7 +39,9 @@ def plan_of(asked: ZeroConfig, ranks: int, **options: Any) -> MemoryPlan:
 
 def choice_of(asked: ZeroConfig, ranks: int, host: int | None, example: Example | None = EXAMPLE) -> Choice:
     budget = Budget(host=host, disk=1 << 40, margin=asked.auto.margin)
-    return choose_for(asked, plan_of(asked, ranks), budget, ROOF, GPT(SIZE, LENGTH), example)
+    plan = plan_of(asked, ranks)
+    batches, unknown = micro_batches(asked, plan, GPT(SIZE, LENGTH), example)
+    return choose(asked, plan, budget, ROOF, batches, rows=0 if example is None else example.rows, unknown=unknown)
 
 
 @pytest.mark.parametrize("seed", range(12))

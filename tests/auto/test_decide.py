@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"stage": "auto", "auto": {"global_batch": 16, "enabl
 
 
 def test_the_scarcest_rank_decides_for_all(ranks: Launcher) -> None:
-    found = ranks(2)(with_caps, {1: 5}, SETTINGS)
+    found = ranks(2)(with_caps, {1: 6}, SETTINGS)
     assert found[0] == found[1]
     settings, figures = found[0]
     free, _ = ranks(2)(with_caps, {}, SETTINGS)[0]

@@ -1,4 +1,4 @@
-"""What a micro-batch takes, foreseen on tensors without memory, is what it takes."""
+"""Memory of a micro-batch, foreseen on tensors without any, is what it takes."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def outermost(units: Sequence[Unit]) -> list[Unit]:
 
 
 def outermost_names(units: Sequence[str]) -> list[str]:
-    """The same of names of units, the root's first."""
+    """Names of units that are in no other one; the root comes first, and is left out."""
     found: list[str] = []
     for name in units[1:]:
         if not any(name.startswith(f"{outer}.") for outer in found):

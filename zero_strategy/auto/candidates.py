@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def mode(self) -> str:
-        """Of activation checkpointing."""
+        """Mode of activation checkpointing."""
         return self.config.activation_checkpointing.mode
 
     def describe(self) -> str:

@@ -53,7 +53,7 @@ class Considered:
 
     @property
     def excess(self) -> float:
-        """What is needed over what there is, of the scarcest."""
+        """Need over what there is, of the scarcest."""
         return max((need.needed / max(need.there, 1) for need in self.needs if need.there is not None), default=0.0)
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import nn
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import SHOWN, Choice, choose
-from zero_strategy.auto.example import Example, ForeseenRows
+from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
@@ -28,6 +28,8 @@ from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
 from zero_strategy.planning.model_shape import OptimizerState
 from zero_strategy.planning.room import Budget
 from zero_strategy.runtime.terminal import report
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -81,25 +83,34 @@ def decide(
     Raises:
         ValueError: On all ranks alike: if nothing fits, or settings contradict each other; names a way out.
     """
-    place = device or torch.device("cpu")
+    place, first = device or torch.device("cpu"), _rank() == 0
     drive = asked.offload.nvme_path[0] if asked.offload.nvme_path else None
     if drive is not None:
         os.makedirs(drive, exist_ok=True)
+
+    def foreseen() -> Callable[[Budget, int, Roof], Choice]:
+        plan = plan_model(
+            module, replace_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
+            device=place, accumulation=accumulation,
+        )  # fmt: skip
+        batches, unknown = micro_batches(asked, plan, module, example)
+        rows = 0 if example is None else example.rows
+
+        def chosen(budget: Budget, per_host: int, roof: Roof) -> Choice:
+            here = replace(plan, ranks_per_host=per_host)
+            return choose(asked, here, budget, roof, batches, rows=rows, unknown=unknown)
+
+        return chosen
+
+    # First, as it takes memory for torch's tracing; what then is left may be planned with.
+    choose_by, refused = _or_refusal(foreseen) if first else (None, "")
+    roof = _slowest(place, compute_dtype or torch.float32, drive)
     rooms = _gathered((os.uname().nodename, Machine.here(drive)))
     budget, per_host = least_room(rooms, asked.auto.margin, _present_bytes(module, place))
-    roof = _slowest(place, compute_dtype or torch.float32, drive, budget, alone=per_host == world_size)
-    if _rank() == 0:
-
-        def chosen() -> Choice:
-            plan = plan_model(
-                module, replace_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
-                device=place, ranks_per_host=per_host, accumulation=accumulation,
-            )  # fmt: skip
-            return choose_for(asked, plan, budget, roof, module, example)
-
-        answer = _answer(chosen, told)
-    else:
-        answer = None
+    answer: Any = refused
+    if choose_by is not None:
+        choice, refused = _or_refusal(lambda: choose_by(budget, per_host, roof))
+        answer = refused if choice is None else _answer(choice, told)
     answer = _broadcast(answer)
     if isinstance(answer, str):
         raise ValueError(answer)
@@ -111,39 +122,38 @@ def decide(
     return Decision(config, rows, count, text, figures, yaml)
 
 
-def _slowest(
-    device: torch.device, dtype: torch.dtype, drive: str | None, budget: Budget, *, alone: bool
-) -> Roof:  # fmt: skip
+def _slowest(device: torch.device, dtype: torch.dtype, drive: str | None) -> Roof:
     """The roof of the slowest rank.
 
     Args:
         device: Where the ranks compute.
         dtype: In which.
         drive: A directory for offload.
-        budget: What there is.
-        alone: There is one host.
     """
-    rooms = [each for each in (budget.process, budget.host if device.type == "cpu" else budget.device) if each]
-    room = min(rooms, default=None)
+    here = Machine.here(drive)
+    rooms = [here.process_free, here.host_free if device.type == "cpu" else here.gpu_free]
+    room = min((each for each in rooms if each is not None), default=None)
 
-    def own() -> Roof:
+    def own() -> tuple[Roof, str]:
         found = measure(device, dtype, room)
-        if drive is None or _rank() != 0:
-            return found
-        write, read = measure_drive(drive)
-        return replace(found, write=write, read=read)
+        if drive is not None and _rank() == 0:
+            write, read = measure_drive(drive)
+            found = replace(found, write=write, read=read)
+        return found, os.uname().nodename
 
-    roofs: list[Roof] = _made_by_all(own)
+    everyone = _made_by_all(own)
+    roofs: list[Roof] = [found for found, _ in everyone]
     roof = roofs[0].slowest(roofs[1:])
     roof = replace(roof, write=roofs[0].write, read=roofs[0].read)  # of rank 0's host; others' drives are like it
-    if len(roofs) > 1 and not (alone and device.type == "cpu"):
-        nbytes = probed_bytes(room)
+    hosts = {host for _, host in everyone}
+    if len(roofs) > 1 and (len(hosts) > 1 or device.type != "cpu"):
+        nbytes = min(_gathered(probed_bytes(room)))
         roof = replace(roof, link=min(_made_by_all(lambda: measure_link(device, nbytes))))
     return roof
 
 
 def _made_by_all(make: Callable[[], Any]) -> list[Any]:
-    """What each rank makes; where one of them raises, all do."""
+    """Results of all ranks; where one of them raises, all do."""
     try:
         own, error = make(), ""
     except (RuntimeError, OSError, MemoryError) as raised:
@@ -169,20 +179,18 @@ def check_batches_come(config: ZeroConfig, whose: str) -> None:
         )
 
 
-def choose_for(
-    asked: ZeroConfig, plan: MemoryPlan, budget: Budget, roof: Roof, module: nn.Module, example: Example | None
-) -> Choice:
-    """The choice for a module, whose micro-batches are foreseen if there is an example."""
-    foreseen, unknown = None, "not known, as there is no example of a batch: keep memory free by auto.margin"
-    rows = 0 if example is None else example.rows
-    if example is not None:
-        ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
-        most = max(1, asked.auto.global_batch // ranks) if asked.auto.global_batch and rows else rows
-        try:
-            foreseen = ForeseenRows(module, example, units_of(module, plan), most)
-        except UnforeseenError as error:
-            unknown = f"not known: {error}; keep memory free by auto.margin"
-    return choose(asked, plan, budget, roof, foreseen, rows=rows, unknown=unknown)
+def micro_batches(
+    asked: ZeroConfig, plan: MemoryPlan, module: nn.Module, example: Example | None
+) -> tuple[MicroBatches | None, str]:
+    """Micro-batches of a module, foreseen by an example, or why they are not known."""
+    if example is None:
+        return None, "not known, as there is no example of a batch: keep memory free by auto.margin"
+    ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
+    most = max(1, asked.auto.global_batch // ranks) if asked.auto.global_batch and example.rows else example.rows
+    try:
+        return ForeseenRows(module, example, units_of(module, plan), most), ""
+    except UnforeseenError as error:
+        return None, f"not known: {error}; keep memory free by auto.margin"
 
 
 def units_of(module: nn.Module, plan: MemoryPlan) -> list[str]:
@@ -199,7 +207,7 @@ def replace_auto(asked: ZeroConfig) -> ZeroConfig:
 
 
 def least_room(rooms: list[tuple[str, Machine]], margin: float, present: int) -> tuple[Budget, int]:
-    """What the scarcest rank or host has, and the most ranks of a host.
+    """Memory of the scarcest rank or host, and the most ranks of a host.
 
     Args:
         rooms: Of each rank: a name of its host, and its machine.
@@ -231,11 +239,15 @@ def _present_bytes(module: nn.Module, device: torch.device) -> int:
     return sum(p.numel() * p.itemsize for p in module.parameters() if p.device.type == "cpu")
 
 
-def _answer(make: Callable[[], Choice], told: int) -> Any:
+def _or_refusal(make: Callable[[], T]) -> tuple[T | None, str]:
+    """The result, or the text of a ValueError."""
     try:
-        choice = make()
+        return make(), ""
     except ValueError as error:
-        return str(error)
+        return None, str(error)
+
+
+def _answer(choice: Choice, told: int) -> Any:
     candidate, figures = choice.chosen.candidate, choice.to_json(told)
     batch = candidate.rows, candidate.accumulation
     return (choice.settings, *batch, choice.table(), figures, choice.pinned_yaml())

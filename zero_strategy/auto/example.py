@@ -39,7 +39,7 @@ class Example:
         return [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
 
     def of_rows(self, count: int) -> Example:
-        """The same with another number of rows; those that are missing are repeated."""
+        """An example with another number of rows; those that are missing are repeated."""
         rows = self.rows
         assert rows, "a batch without rows is not divided"
 
@@ -63,7 +63,7 @@ class MicroBatches(Protocol):
 
 
 class CountedRows:
-    """Those of a model of plain numbers, whose blocks are counted (`TokenCosts`).
+    """Micro-batches of a model of plain numbers, whose blocks are counted (`TokenCosts`).
 
     Args:
         plan: Of the model.
@@ -154,6 +154,6 @@ def of_dataset(dataset: Any, collate: Callable[[list[Any]], Any], rows: int, los
 
 
 def _elements(item: Any) -> int:
-    """How much an item has: of tensors and arrays the elements, of lists their length."""
+    """Size of an item: of tensors and arrays the elements, of lists their length."""
     leaves = [item] if isinstance(item, Tensor) else tree_leaves(item)
     return sum(int(getattr(leaf, "size", 1)) if not isinstance(leaf, Tensor) else leaf.numel() for leaf in leaves)

@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What a micro-batch takes beside parameters and their gradients.
+    """Memory and work of a micro-batch, beside parameters and their gradients.
 
     Attributes:
         peak: Bytes at most.

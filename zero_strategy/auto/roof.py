@@ -7,6 +7,7 @@ to begin (the roofline model: Williams, Waterman, Patterson, CACM 2009). Speeds 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -61,7 +62,7 @@ class Roof:
         )  # fmt: skip
 
     def slowest(self, others: Iterable[Roof]) -> Roof:
-        """Of each speed the least of several ranks', whom the others wait for."""
+        """The roof of the slowest of several ranks, whom the others wait for."""
         everyone = [self, *others]
         least = {name: min(getattr(each, name) for each in everyone) for name in vars(self)}
         return Roof(**{**least, "begin": max(each.begin for each in everyone)})
@@ -83,8 +84,7 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
     side = min(_SIDE, math.isqrt(nbytes // dtype.itemsize))
     a = torch.ones(side, side, device=device, dtype=dtype)
     flops = 2 * side**3 / _least(lambda: a @ a, device)
-    source = torch.ones(nbytes // 4, device=device)
-    into = torch.empty_like(source)
+    source, into = (_apart(nbytes).to(device) for _ in range(2))
     memory = 2 * nbytes / _least(lambda: into.copy_(source), device)
     one = torch.ones(1, device=device)
     begin = _least(lambda: [one.add(1.0) for _ in range(100)], device) / 100
@@ -94,6 +94,11 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
         bus = nbytes / _least(lambda: pinned.copy_(source, non_blocking=True), device)
         roof = replace(roof, bus=bus, host=2 * nbytes / _least(lambda: pinned.clone(), torch.device("cpu")))
     return roof
+
+
+def _apart(nbytes: int) -> torch.Tensor:
+    """Memory that malloc has no part in: large blocks that are freed would let it keep others of their size."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32).fill_(1.0)
 
 
 def probed_bytes(room: int | None) -> int:

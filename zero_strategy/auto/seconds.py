@@ -40,12 +40,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of a step."""
+        """All of a step."""
         return self.compute + self.exchange + self.step + self.tiers
 
 
 def gathers_of(candidate: Candidate) -> int:
-    """How often a step brings all parameters to a rank."""
+    """Number of times that a step brings all parameters to a rank."""
     config = candidate.config
     if config.stage == 0 or candidate.plan.resolved.shard == 1:
         return 0

@@ -58,7 +58,7 @@ class Built(NamedTuple):
     """What its factory returned; None: it is transformers'."""
 
     def shape(self, units: UnitsConfig) -> ModelShape:
-        """Its shape."""
+        """The shape of the model, as it is trained."""
         return self.finetuning.shape(self.module, units, self.title)
 
 

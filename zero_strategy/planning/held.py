@@ -355,9 +355,20 @@ class Machine:
         )
 
 
+_THREADS = 12
+"""Threads that an engine and gloo start in a rank."""
+_STACK = 8 << 20
+"""Bytes of a thread's stack where there is no limit."""
+
+
 def _process_room(root: Path) -> int | None:
-    """Bytes that this process may still take by its own limits; None: it has none."""
+    """Bytes that this process may still take by its own limits; None: it has none.
+
+    Stacks of threads count as soon as these begin, by their whole size.
+    """
     rooms = []
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stacks = _THREADS * (_STACK if stack == resource.RLIM_INFINITY else stack)
     for kind, field in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
         soft, _ = resource.getrlimit(kind)
         if soft == resource.RLIM_INFINITY:
@@ -365,7 +376,7 @@ def _process_room(root: Path) -> int | None:
         with suppress(OSError):
             lines = (root / "proc/self/status").read_text().splitlines()
             used = next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
-            rooms.append(max(0, soft - used))
+            rooms.append(max(0, soft - used - stacks))
     return min(rooms, default=None)
 
 
