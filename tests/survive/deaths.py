@@ -83,6 +83,10 @@ class Deaths:
         return call
 
 
+Training = Callable[[Run | None, dict[str, Any], int, Deaths, Callable[..., None]], str]
+"""Trains with a config, so many steps, telling of each; the digest of weights and states."""
+
+
 def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, told: Callable[..., None]) -> str:
     """Train, and return the digest of weights and states."""
     torch.set_num_threads(1)
@@ -116,8 +120,8 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
     return digest_of(engine, optimizer)
 
 
-def main(name: str, config: str, steps: str, planned: str) -> None:
-    """One process."""
+def main(train: Training, name: str, config: str, steps: str, planned: str) -> None:
+    """One process of a training."""
     folder = Path(name)
     deaths = Deaths(folder, json.loads(planned))
     for owner, method, phase in (
@@ -135,4 +139,4 @@ def main(name: str, config: str, steps: str, planned: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(train, *sys.argv[1:])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,24 @@ STEPS = 24
 PHASES = ("forward", "backward", "before the step", "after the step", "copy", "commit", "restore")
 
 
-def run(folder: Path, config: dict[str, Any], deaths: list[list[Any]], ranks: int, steps: int = STEPS) -> str:
+def run(
+    folder: Path,
+    config: dict[str, Any],
+    deaths: list[list[Any]],
+    ranks: int,
+    steps: int = STEPS,
+    module: str = "tests.survive.deaths",
+    options: Sequence[str] = (),
+    status: int = 0,
+) -> str:
     """Run, and return the text on stderr; processes leave digests in the folder."""
     command = [
-        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "-m", "tests.survive.deaths",
+        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), *options, "-m", module,
         str(folder), json.dumps(config), str(steps), json.dumps(deaths),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == status, done.stderr[-4000:]
     return done.stderr
 
 

@@ -39,11 +39,14 @@ from typing_extensions import Self
 
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
 from zero_strategy.comm.store import BarrierError, FailedElsewhereError
+from zero_strategy.config import SurviveConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
+from zero_strategy.survive.layout import UNKNOWN, Layout, layout_of
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Member, Membership, World
+from zero_strategy.survive.waiting import wait_to_fit
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 
 AGENT = "ZERO_STRATEGY_AGENT"
@@ -86,7 +89,8 @@ class Run:
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
         self._membership, self._copies = membership, copies
         self.world: World = World(0, 0, [])
-        self.beginnings, self._step, self._slots = 0, 0, 0
+        self.beginnings, self._step, self._layout = 0, 0, UNKNOWN
+        self._wait_seconds = SurviveConfig().wait_seconds
         self._known: World | None = None
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
@@ -117,7 +121,7 @@ class Run:
         folder = run_folder(values[RUN])
         membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
         run = cls(membership, MemoryCopies(folder))
-        run._slots = slots
+        run._layout = Layout(slots, parts=min(slots, 1))
         return run, int(values[RANKS])
 
     @property
@@ -143,7 +147,7 @@ class Run:
         self._engines.add(engine)
         self._watch(engine)
         found = self._copies.restore(engine)
-        self._step, self._slots = engine.steps.taken, engine.slots.slots
+        self._step = engine.steps.taken
         return dict(state or {}) if found is None else found
 
     def commit(self, engine: ZeroEngine, state: Mapping[str, Any]) -> None:
@@ -195,7 +199,7 @@ class Run:
         """
         self._watch(engine)
         self._vain = 0
-        self._step, self._slots = engine.steps.taken, engine.slots.slots
+        self._step = engine.steps.taken
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
             self._ask()
@@ -222,7 +226,7 @@ class Run:
         answered, too, and the others would form without waiting for the second.
         """
         if self._asked is None:
-            self._asked = self._asking.submit(self._membership.quorum, self._step, self._slots)
+            self._asked = self._asking.submit(self._membership.quorum, self._step, self._layout)
         return self._asked
 
     def _answer(self) -> World:
@@ -242,10 +246,11 @@ class Run:
             train: The function.
             ranks: How many begin.
         """
-        world = self._membership.first_quorum(ranks, _START_SECONDS, self._slots)
+        world = self._membership.first_quorum(ranks, _START_SECONDS, self._layout)
         self._everyone = world.members
         while True:
-            self.world, self.beginnings, self._known = self._awaited(world), self.beginnings + 1, None
+            world = wait_to_fit(world, self._answer, ranks, self.world.members, self._wait_seconds)
+            self.world, self.beginnings, self._known = world, self.beginnings + 1, None
             try:
                 form(self._membership, self.world, DEFAULT_TIMEOUT)
                 with self.ended():
@@ -261,12 +266,8 @@ class Run:
                 traceback.clear_frames(error.__traceback__)
             self.leave()
             world = known or self._answer()
-
-    def _awaited(self, world: World) -> World:
-        """The members that form; this process waits until it is one of them."""
-        while (found := world.fitting()).waits:
-            world = self._answer()
-        return found
+            if not world.layout.parts:  # one has died before anybody knew the training: again as many as begin
+                world = self._membership.first_quorum(ranks, _START_SECONDS)
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -300,9 +301,11 @@ class Run:
             time.sleep(0.05)
 
     def _watch(self, engine: ZeroEngine) -> None:
-        """Let this engine's other ranks be told if this one leaves."""
+        """Know the training's layout, and let this engine's other ranks be told if this one leaves."""
         if engine not in self._watched:
             self._watched.add(engine)
+            self._layout = layout_of(engine, self.world_size)
+            self._wait_seconds = engine.config.config.survive.wait_seconds
             if engine.mesh.watchdog is not None:
                 engine.mesh.watchdog.connect()
 
