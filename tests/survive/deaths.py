@@ -94,6 +94,7 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         deaths.rank = run.rank
         config = {**config, "survive": True}
     model = Net()
+    deaths.at("begin")
     engine = ZeroEngine(model, {"reproducible": SLOTS, **config})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.attach(optimizer)

@@ -30,8 +30,7 @@ def layers() -> list[LayerSpec]:
     """Units with dropout, of other sizes on each stage."""
     sizes = [16, 24, 32, 8, 16]
     return [
-        LayerSpec(nn.Sequential, nn.Linear(one, other), nn.Tanh(), nn.Dropout(0.1))
-        for one, other in pairwise(sizes)
+        LayerSpec(nn.Sequential, nn.Linear(one, other), nn.Tanh(), nn.Dropout(0.1)) for one, other in pairwise(sizes)
     ]
 
 
@@ -50,9 +49,9 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
     deaths.at("begin")
     model = PipelineModule(layers(), stages, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    deaths.at("made")
     engine = PipelineEngine(model, config)
     engine.attach(optimizer)
-    deaths.at("made")
     first = next(child for child in model.children() if isinstance(child, nn.Sequential))
     first.register_forward_pre_hook(partial(deaths.at, "forward"))
     first.register_full_backward_hook(partial(deaths.at, "backward"))

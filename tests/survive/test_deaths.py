@@ -68,7 +68,7 @@ def test_deaths_in_every_phase(tmp_path: Path, stage: int) -> None:
 
 
 def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
-    deaths: list[list[Any]] = [[4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
+    deaths: list[list[Any]] = [[0, "begin", 0], [4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
     run(tmp_path, {"stage": 2}, deaths, 3)
     assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 2})}
 

@@ -25,7 +25,7 @@ def _undisturbed(training: Training, folder: str, config: dict[str, Any], steps:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """What ranks have told at the ends of steps."""
+    """Lines that ranks have told at the ends of steps."""
     return [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
 
 
@@ -53,6 +53,14 @@ def test_deaths_of_ranks_that_divide_layers(ranks: Launcher, tmp_path: Path, mes
     said = run(tmp_path, config, deaths, 2, 6, DIVIDED)
     assert len(list(tmp_path.glob("death*"))) == len(deaths), said
     assert digests(tmp_path) == set(ranks(2)(_undisturbed, divided_deaths.train, str(tmp_path), config, 6))
+
+
+def test_deaths_before_anybody_knows_the_training(ranks: Launcher, tmp_path: Path) -> None:
+    """Others wait for such ranks where groups are made, and for the engine."""
+    config = {"stage": 2, **STAGES}
+    said = run(tmp_path, config, [[0, "begin", 1], [0, "made", 0]], 2, 3, MODULE)
+    assert len(list(tmp_path.glob("death*"))) == 2, said
+    assert digests(tmp_path) == set(ranks(2)(_undisturbed, pipeline_deaths.train, str(tmp_path), config, 3))
 
 
 def test_without_an_agent_whole_copies_go_on(ranks: Launcher, tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """What a process knows of the training's ranks.
+    """Numbers of ranks that fit a training, as far as a process knows it.
 
     Attributes:
         slots: Micro-batches of a step, which copies of the model divide; 0: they need not.
-        parts: Ranks that have one copy of the model together; 0: this process does not know the training yet.
+        parts: Ranks that have one copy of the model together; 0: this process has not begun it.
         multiple: The number of ranks is a multiple of it.
         ranks: The only number that fits; 0: others fit, too.
         why: Settings that make it so, in words.

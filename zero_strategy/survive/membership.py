@@ -107,8 +107,13 @@ class World:
 
     @property
     def layout(self) -> Layout:
-        """Of the training, as those know it who have begun it."""
+        """The training's, as those know it who have begun it."""
         return max(each.layout for each in self.members)
+
+    @property
+    def begun(self) -> bool:
+        """True if somebody knows the training."""
+        return self.step > 0 or self.layout.parts > 0
 
     def fitting(self) -> World:
         """The first members, as many as fit the layout, maybe none; the others wait until there are more, or fewer."""
@@ -204,18 +209,24 @@ class Membership:
                     raise
                 time.sleep(HEARTBEAT_SECONDS)
 
-    def first_quorum(self, ranks: int, seconds: float, layout: Layout = UNKNOWN) -> World:
+    def first_quorum(self, ranks: int, seconds: float, layout: Layout = UNKNOWN, world: World | None = None) -> World:
         """The members at the start, when so many are there, the time is over, or others train already.
 
         Processes start at different times, and each one more would begin anew what the first ones have begun.
+
+        Args:
+            ranks: How many were launched.
+            seconds: Longest wait for them.
+            layout: See `Member`.
+            world: An answer that this process has already, as it has formed with others, and one has died.
         """
         end = time.monotonic() + seconds
-        while True:
+        # All of a quorum see the same one, and come to the same end.
+        while world is None or not (world.size >= ranks or world.begun or time.monotonic() > end):
+            if world is not None:
+                time.sleep(HEARTBEAT_SECONDS)
             world = self.quorum(0, layout)
-            # All of a quorum see the same one, and come to the same end.
-            if world.size >= ranks or world.step or time.monotonic() > end:
-                return world
-            time.sleep(HEARTBEAT_SECONDS)
+        return world
 
     def close(self) -> None:
         """Beat no more: the others do not wait for this process."""

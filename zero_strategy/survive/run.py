@@ -37,6 +37,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from typing_extensions import Self
 
+from zero_strategy.comm.meeting import RankGoneError
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
 from zero_strategy.comm.store import BarrierError, FailedElsewhereError
 from zero_strategy.config import SurviveConfig
@@ -121,7 +122,7 @@ class Run:
         folder = run_folder(values[RUN])
         membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
         run = cls(membership, MemoryCopies(folder))
-        run._layout = Layout(slots, parts=min(slots, 1))
+        run._layout = Layout(slots)
         return run, int(values[RANKS])
 
     @property
@@ -265,9 +266,8 @@ class Run:
                 # Its frames have the model and the engine.
                 traceback.clear_frames(error.__traceback__)
             self.leave()
-            world = known or self._answer()
-            if not world.layout.parts:  # one has died before anybody knew the training: again as many as begin
-                world = self._membership.first_quorum(ranks, _START_SECONDS)
+            # If one has died before anybody knew the training, as many as at first.
+            world = self._membership.first_quorum(ranks, _START_SECONDS, self._layout, known or self._answer())
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -289,7 +289,7 @@ class Run:
             if error.failure is not None and error.failure.kind == "locked" and self._vain < _MOST_VAIN:
                 return
             raise error
-        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError)) or (
+        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError, RankGoneError)) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in _OF_GROUPS)
         )
         if of_groups and self._vain < _MOST_VAIN:
