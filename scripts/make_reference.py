@@ -146,6 +146,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "reproducible.seed": ("of the random numbers of slots; none: torch's initial seed on rank 0", "42"),
     "survive.enabled": ("go on in the same processes when some of them die, and take new ones in", "true"),
+    "survive.wait_seconds": ("longest wait for others where those who are left cannot go on alone", "3600"),
 }
 SECTIONS = {
     "": ("Sharding and optimizers", "Keys of the top level."),

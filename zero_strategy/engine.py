@@ -967,14 +967,9 @@ class ZeroEngine:
 
         The module is plain, as after `close(gather=True)`, but its parameters have no values of use: another engine
         loads some. It may be called wherever an exception has left a forward, a backward or a step.
-
-        Raises:
-            ValueError: If ranks divide the experts of the module, whose layers this one has not all.
         """
         if self._model is None:
             return
-        if self.mesh.expert.size > 1:
-            raise ValueError("abandon(): ranks divide the experts of this model (mesh.expert); build it anew")
         model, closing = self._model, [*self._closing, *self._undoing]
         while closing:
             with suppress(Exception):  # of groups that are broken

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.model import EXPERTS, batch, make
 from tests.faulty import Torn, no_number
 from tests.launcher import Launcher
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.pipeline.module import PipelineModule
 
 
 class Layers(nn.Module):
@@ -74,4 +77,28 @@ def abandoned(stage: int, where: str) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_abandoned_module_is_plain(ranks: Launcher, stage: int, where: str) -> None:
     for wrong in ranks(2)(abandoned, stage, where):
+        assert not wrong
+
+
+def abandoned_parts() -> list[str]:
+    """Differences of modules of which ranks have had parts."""
+    model, wrong = make(), []
+    shapes = [parameter.shape for parameter in model.parameters()]
+    engine = ZeroEngine(model, {"stage": 3, "mesh": {"expert": 2}})
+    model(batch(engine.mesh.rank, 0)).backward()
+    engine.abandon("a test")
+    if [parameter.shape for parameter in model.parameters()] != shapes or model.blocks[0].experts.count != EXPERTS:
+        wrong.append("experts")
+    module = PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], 2, loss_fn=lambda outputs, _: outputs.sum())
+    pipeline = PipelineEngine(module, {"stage": 1})
+    pipeline.forward_backward([(torch.randn(4, 8), None)] * 2)
+    pipeline.abandon("a test")
+    if not pipeline.ended or any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+        wrong.append("pipeline")
+    return wrong
+
+
+def test_an_abandoned_part_is_whole_again(ranks: Launcher) -> None:
+    """Experts have all of them, and a stage of a pipeline its layers."""
+    for wrong in ranks(2)(abandoned_parts):
         assert not wrong

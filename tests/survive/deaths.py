@@ -84,6 +84,10 @@ class Deaths:
         return call
 
 
+Training = Callable[[Run | None, dict[str, Any], int, Deaths, Callable[..., None]], str]
+"""Trains with a config, so many steps, telling of each; the digest of weights and states."""
+
+
 def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, told: Callable[..., None]) -> str:
     """Train, and return the digest of weights and states."""
     torch.set_num_threads(1)
@@ -91,6 +95,7 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         deaths.rank = run.rank
         config = {**config, "survive": True}
     model = Net()
+    deaths.at("begin")
     engine = ZeroEngine(model, {"reproducible": SLOTS, **config})
     install_diagnostics(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -119,8 +124,8 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
     return digest_of(engine, optimizer)
 
 
-def main(name: str, config: str, steps: str, planned: str) -> None:
-    """One process."""
+def main(train: Training, name: str, config: str, steps: str, planned: str) -> None:
+    """One process of a training."""
     folder = Path(name)
     deaths = Deaths(folder, json.loads(planned))
     for owner, method, phase in (
@@ -138,4 +143,4 @@ def main(name: str, config: str, steps: str, planned: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(train, *sys.argv[1:])

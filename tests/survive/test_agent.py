@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,17 @@ pytest.importorskip("torchft")
 CONFIG = {"stage": 3}
 
 
-def start(folder: Path, steps: int, deaths: list[list[Any]], ranks: int = 2, name: str = "") -> subprocess.Popen[str]:
+def start(
+    folder: Path,
+    steps: int,
+    deaths: list[list[Any]],
+    ranks: int = 2,
+    config: Mapping[str, Any] = CONFIG,
+    module: str = "tests.survive.deaths",
+) -> subprocess.Popen[str]:
     command = [
-        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "--run-id",
-        name or folder.name, "-m", "tests.survive.deaths", str(folder), json.dumps(CONFIG), str(steps),
-        json.dumps(deaths),
+        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "--run-id", folder.name,
+        "-m", module, str(folder), json.dumps(config), str(steps), json.dumps(deaths),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from tests.launcher import Launcher
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.pipeline.engine import PipelineEngine
+from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.survive.buddies import pairs
 from zero_strategy.survive.copies import MemoryCopies
 from zero_strategy.survive.membership import Member, World
@@ -31,19 +33,27 @@ def world_of(ranks: int, hosts: int = 1) -> World:
     return World(1, dist.get_rank(), members)
 
 
-def training(stage: int) -> tuple[ZeroEngine, torch.optim.Optimizer]:
+def training(stage: int, stages: int = 1) -> tuple[ZeroEngine, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4))
-    engine = ZeroEngine(model, {"stage": stage})
+    layers = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4))
+    model = layers if stages == 1 else PipelineModule(layers, stages, loss_fn=mean_square)
+    engine = (ZeroEngine if stages == 1 else PipelineEngine)(model, {"stage": stage})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.attach(optimizer)
     return engine, optimizer
 
 
+def mean_square(outputs: Tensor, labels: None) -> Tensor:
+    return outputs.square().mean()
+
+
 def step(engine: ZeroEngine, optimizer: torch.optim.Optimizer, number: int) -> dict[str, Tensor]:
     """The weights after it."""
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
-    engine.module(x).square().mean().backward()
+    if isinstance(engine, PipelineEngine):
+        engine.forward_backward([(x, None)] * 2, 2)
+    else:
+        engine.module(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     return engine.full_state_dict()
@@ -53,10 +63,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def damaged(folder: str, stage: int, how: str, rounds: int) -> list[str]:
+def damaged(folder: str, stage: int, how: str, rounds: int, stages: int = 1) -> list[str]:
     """Damage of the newest copy, again and again; each time the one before comes back."""
     chosen, wrong = random.Random(stage), []
-    engine, optimizer = training(stage)
+    engine, optimizer = training(stage, stages)
     copies = MemoryCopies(Path(folder))
     world = world_of(dist.get_world_size())
     for number in range(rounds):
@@ -64,10 +74,10 @@ def damaged(folder: str, stage: int, how: str, rounds: int) -> list[str]:
         copies.take(engine, world, {"number": 2 * number})
         step(engine, optimizer, 2 * number + 1)
         copies.take(engine, world, {"number": 2 * number + 1})
-        engine.mesh.barrier.wait_for_all("written")
+        engine.mesh.world_group.barrier.wait_for_all("written")
         if world.rank == 0:
             damage(Path(folder) / str(copies.turn % 2), Path(folder) / str((copies.turn + 1) % 2), how, chosen)
-        engine.mesh.barrier.wait_for_all("damaged")
+        engine.mesh.world_group.barrier.wait_for_all("damaged")
         found = copies.restore(engine)
         if found != {"number": 2 * number} or not same(engine.full_state_dict(), before):
             wrong.append(f"round {number}: {found}")
@@ -96,10 +106,17 @@ def test_what_is_not_whole_is_not_used(ranks: Launcher, tmp_path: Path, stage: i
         assert not wrong
 
 
-def flipped(folder: str, count: int) -> list[str]:
+@pytest.mark.parametrize("how", ["manifest", "cut", "stale"])
+def test_what_is_not_whole_of_a_pipeline_is_not_used(ranks: Launcher, tmp_path: Path, how: str) -> None:
+    """Of whichever stage and copy."""
+    for wrong in ranks(4)(damaged, str(tmp_path / "copies"), 1, how, 2, 2):
+        assert not wrong
+
+
+def flipped(folder: str, count: int, stages: int) -> list[str]:
     """Bits of the newest copy, one flipped at a time; each time the one before comes back."""
     chosen, wrong = random.Random(0), []
-    engine, optimizer = training(2)
+    engine, optimizer = training(2, stages)
     copies, world = MemoryCopies(Path(folder)), world_of(dist.get_world_size())
     before = step(engine, optimizer, 0)
     copies.take(engine, world, {"number": 0})
@@ -110,13 +127,13 @@ def flipped(folder: str, count: int) -> list[str]:
         kept: tuple[Path, bytes] | None = None
         if world.rank == 0:
             kept = flip(newest, chosen)
-        engine.mesh.barrier.wait_for_all("flipped")
+        engine.mesh.world_group.barrier.wait_for_all("flipped")
         if (found := copies.restore(engine)) != {"number": 0} or not same(engine.full_state_dict(), before):
             wrong.append(f"{kept and kept[0]}: {found}")
-        engine.mesh.barrier.wait_for_all("looked")
+        engine.mesh.world_group.barrier.wait_for_all("looked")
         if kept is not None:
             kept[0].write_bytes(kept[1])
-    engine.mesh.barrier.wait_for_all("as before")
+    engine.mesh.world_group.barrier.wait_for_all("as before")
     if copies.restore(engine) != {"number": 1}:
         wrong.append("the copy without a flip")
     engine.close()
@@ -135,8 +152,9 @@ def flip(directory: Path, chosen: random.Random) -> tuple[Path, bytes]:
     return file, content
 
 
-def test_a_hundred_flipped_bits_are_found(ranks: Launcher, tmp_path: Path) -> None:
-    for wrong in ranks(2, timeout=120)(flipped, str(tmp_path / "copies"), 100):
+@pytest.mark.parametrize("stages, count", [(1, 100), (2, 20)])
+def test_flipped_bits_are_found(ranks: Launcher, tmp_path: Path, stages: int, count: int) -> None:
+    for wrong in ranks(2, timeout=120)(flipped, str(tmp_path / "copies"), count, stages):
         assert not wrong
 
 
@@ -178,7 +196,7 @@ def host_lost(folder: str) -> list[str]:
         state = step(engine, optimizer, number)
         copies.take(engine, world_of(4, hosts=2), {"number": number})
     copies._buddies_of(world_of(4, hosts=2)).wait()
-    engine.mesh.barrier.wait_for_all("all have travelled")
+    engine.mesh.world_group.barrier.wait_for_all("all have travelled")
     again, _ = training(3)
     found = MemoryCopies(Path(folder) / "host1").restore(again)
     wrong = [] if found == {"number": 3} else [f"{found}"]
@@ -213,7 +231,7 @@ def held(folder: str, stage: int, hosts: int) -> tuple[int, int]:
         step(engine, optimizer, number)
         copies.take(engine, world, {"number": number})
         copies._buddies_of(world).wait()
-    engine.mesh.barrier.wait_for_all("all have travelled")
+    engine.mesh.world_group.barrier.wait_for_all("all have travelled")
     copies.take(engine, world, {"number": 3})
     config = load_config(stage=stage, survive=True)
     plan = config.plan(engine.module, world_size=world.size, ranks_per_host=world.size // hosts)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,24 @@ STEPS = 24
 PHASES = ("forward", "backward", "before the step", "after the step", "copy", "commit", "restore")
 
 
-def run(folder: Path, config: dict[str, Any], deaths: list[list[Any]], ranks: int, steps: int = STEPS) -> str:
+def run(
+    folder: Path,
+    config: dict[str, Any],
+    deaths: list[list[Any]],
+    ranks: int,
+    steps: int = STEPS,
+    module: str = "tests.survive.deaths",
+    options: Sequence[str] = (),
+    status: int = 0,
+) -> str:
     """Run, and return the text on stderr; processes leave digests in the folder."""
     command = [
-        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), "-m", "tests.survive.deaths",
+        sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(ranks), *options, "-m", module,
         str(folder), json.dumps(config), str(steps), json.dumps(deaths),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == status, done.stderr[-4000:]
     return done.stderr
 
 
@@ -61,7 +71,7 @@ def test_deaths_in_every_phase(tmp_path: Path, stage: int) -> None:
 
 def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
     """The report tells of all, also of those of the rank that writes it."""
-    deaths: list[list[Any]] = [[4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
+    deaths: list[list[Any]] = [[0, "begin", 0], [4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
     record = {"run_dir": str(tmp_path / "record"), "flops": False, "trace_steps": 0}
     run(tmp_path, {"stage": 2, "diagnostics": record}, deaths, 3)
     assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 2})}

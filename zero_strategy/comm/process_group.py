@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.gloo_address import connecting_by_gloo, connecting_late
+from zero_strategy.comm.meeting import CONNECT_SECONDS, meet
 from zero_strategy.runtime.compute_device import bound_device, current_gpu, gpu_of_local_rank, occupy
-from zero_strategy.runtime.torch_private import HashStore, backend_of
+from zero_strategy.runtime.torch_private import HashStore, backend_of, set_group_timeout
 
 
 def world_size() -> int:
@@ -325,15 +326,19 @@ def own_group(
 
     Raises:
         RuntimeError: If gloo cannot connect the ranks, as `init_distributed` does.
+        RankGoneError: If a rank has died before, in a run that goes on then.
     """
-    mine = None
+    mine, met = None, meet("a process group")
     for ranks in lists:  # every rank takes part in making every group
         late = len(ranks) > MOST_DIRECT
+        first = CONNECT_SECONDS if met and not late else timeout
         # The first group of gloo where the default one is on GPUs.
         with connecting_by_gloo(), _unsplit() if backend == "gloo" else nullcontext(), connecting_late(late):
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            group = dist.new_group(list(ranks), timeout=first, backend=backend)
         if dist.get_rank() in ranks:
             mine = group
+            if first != timeout:
+                set_group_timeout(timeout or DEFAULT_TIMEOUT, group)
     return mine
 
 

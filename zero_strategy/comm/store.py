@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.collectives import Communicator
+from zero_strategy.comm.meeting import meet
 from zero_strategy.runtime.compute_device import gpu_of_group
 from zero_strategy.runtime.torch_private import default_store
 from zero_strategy.watchdog.flight_recorder import CollectiveLog
@@ -492,9 +493,11 @@ def check_same_values(name: str, values: Mapping[str, str], *, timeout: float) -
     Raises:
         ValueError: On all ranks, if values differ; names them, and the ranks.
         BarrierError: If a rank has not come in time; names it where rank 0 still answers.
+        RankGoneError: If one has died before, in a run that goes on then.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    meet("an engine")
     store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
     prefix, limit = f"zero_strategy/{name}", timedelta(seconds=timeout)
     call = f"the construction of a ZeroEngine needs all {world} ranks"

@@ -437,6 +437,9 @@ class SurviveConfig(Section):
     """Go on with the processes that are left, from a copy in memory of the last step, and take new ones in. Needs a
     launcher that starts a lighthouse. May be written as ``survive: true``."""
 
+    wait_seconds: float = field(default=600.0, metadata=at_least(0))
+    """Longest wait for others where those who are left cannot go on alone, such as with one stage of a pipeline."""
+
 
 @dataclass
 class AutoConfig(Section):

@@ -150,6 +150,13 @@ class DividedExperts:
             if parameter in self:
                 parameter.data = bucket.whole_of(index, parameter.data)
 
+    @torch.no_grad()
+    def join_shapes(self, bucket: ParameterBucket) -> None:
+        """Let the parameters of a bucket that is given back have the shapes of all experts, and any values."""
+        for parameter in bucket.parameters:
+            if parameter in self:
+                parameter.data = parameter.data.new_empty(self.part_of(parameter).shape)
+
     def take_rows(self) -> dict[str, list[int]]:
         """Rows of this group for each expert of each layer since the last call; none on ranks but its first."""
         if self.group.rank:

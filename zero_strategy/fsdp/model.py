@@ -294,6 +294,8 @@ class ShardedModel:
                 bucket.give_back(values=values)
                 if values:
                     self.experts.join(bucket)
+                else:
+                    self.experts.join_shapes(bucket)
         self.reducer.unhook()
         self.guards.unhook()
         self._watching.remove()

@@ -473,6 +473,13 @@ class PipelineEngine(ZeroEngine):
         self.executor.close()
         self._ties.unguarded()  # Their groups stay, but the watchdog ends with the engine
 
+    def abandon(self, reason: str) -> None:
+        """See `ZeroEngine.abandon`. Weights of which another rank has had the values stay plain tensors."""
+        # First, as threads look after its connections, which break with those of the ranks that are gone.
+        self.executor.close()
+        super().abandon(reason)
+        self._ties.unguarded()
+
     def reset(self) -> None:
         """See `ZeroEngine.reset`."""
         super().reset()

@@ -253,7 +253,7 @@ class PipelinePeers:
             failure = self._transport.waits.board.first()
             # The dead do not come to make new groups: all others would wait there for the time-out.
             if failure is not None and failure.kind == "gone":
-                raise PipelineError(f"{failure.text}; without it the pipeline cannot go on")
+                raise PipelineError(f"{failure.text}; without it the pipeline cannot go on", failure)
             self._transport.close()
         placement, own, last = self._placement, self._rank, self._placement.stages - 1
         rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]

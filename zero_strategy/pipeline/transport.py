@@ -87,7 +87,7 @@ def error_of(failure: Failure) -> Exception:
     """Error that is raised on the other ranks."""
     if failure.kind == "data":
         return DataEndedError(failure.text, **failure.details)
-    return OutOfStepError(failure.text) if failure.kind == "step" else PipelineError(failure.text)
+    return (OutOfStepError if failure.kind == "step" else PipelineError)(failure.text, failure)
 
 
 # One may still be on its way while the next one is written.

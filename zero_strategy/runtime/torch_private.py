@@ -507,9 +507,9 @@ SAME_DTYPE_CHECK: CodeType = dist.distributed_c10d._ensure_all_tensors_same_dtyp
 """Collectives that take lists of tensors call it with all of them before anything is sent."""
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """Bound of the default process group's collectives from now on, on all of its devices."""
-    dist.distributed_c10d._set_pg_timeout(timeout)
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Bound of a group's collectives from now on, on all of its devices; None: of the default process group's."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def default_store() -> Any:

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zero_strategy.comm.meeting import introduce
 from zero_strategy.runtime.compute_device import gpu_of_local_rank, occupy
 from zero_strategy.runtime.torch_private import PrefixStore, Store, TCPStore, set_group_timeout
 from zero_strategy.survive.membership import Membership, World
@@ -75,6 +76,7 @@ def form(membership: Membership, world: World, timeout: timedelta, told: str, ag
         store = PrefixStore(world.key, plain)
         agreed = _meet(store, world, told, agree)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=seconds)
+        introduce([each.card for each in world.members])
     except (RuntimeError, dist.DistStoreError) as error:
         dissolve()
         raise MembersChangedError(f"formation {world.number} of {world.size} ranks failed: {error}") from error

@@ -12,11 +12,12 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from zero_strategy.runtime.torch_private import TCPStore
+from zero_strategy.survive.layout import UNKNOWN, Layout
 from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
@@ -45,7 +46,7 @@ class Member:
         port: Of its key-value store.
         memory: Folder of the run's copies there.
         asked: How often it has asked for a quorum.
-        slots: Micro-batches of a step, as far as it knows the training; 0: it does not, or ranks need not divide them.
+        layout: Of the training, as far as it knows it.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Member:
     port: int
     memory: str
     asked: int
-    slots: int = 0
+    layout: Layout = UNKNOWN
 
     @property
     def place(self) -> int:
@@ -104,11 +105,19 @@ class World:
         """Number of ranks."""
         return len(self.members)
 
+    @property
+    def layout(self) -> Layout:
+        """The training's, as those know it who have begun it."""
+        return max(each.layout for each in self.members)
+
+    @property
+    def begun(self) -> bool:
+        """True if somebody knows the training."""
+        return self.step > 0 or self.layout.parts > 0
+
     def fitting(self) -> World:
-        """The first members, as many as divide the slots of a step; the others wait until there are more, or fewer."""
-        slots = max(each.slots for each in self.members)
-        size = self.size if not slots else max(n for n in range(1, self.size + 1) if slots % n == 0)
-        return replace(self, members=self.members[:size])
+        """The first members, as many as fit the layout, maybe none; the others wait until there are more, or fewer."""
+        return replace(self, members=self.members[: self.layout.fitting(self.size)])
 
     @property
     def waits(self) -> bool:
@@ -169,18 +178,18 @@ class Membership:
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             raise ValueError(f"{LIGHTHOUSE} is {lighthouse!r}, and no lighthouse answers there: {error}") from error
 
-    def quorum(self, step: int, slots: int = 0) -> World:
+    def quorum(self, step: int, layout: Layout = UNKNOWN) -> World:
         """Everybody who is alive and asks. All members ask, or are given up by the lighthouse.
 
         Args:
             step: That this process has come to; for the lighthouse's page.
-            slots: See `Member`.
+            layout: See `Member`.
 
         Raises:
             RuntimeError, TimeoutError: If the lighthouse does not answer.
         """
         self._asked += 1
-        own = json.dumps([*self._card, self._address, self._memory, self._asked, slots])
+        own = json.dumps([*self._card, self._address, self._memory, self._asked, astuple(layout)])
         found = self._found(own, step)
         members = [_member(each) for each in sorted(found.participants, key=lambda each: each.replica_id)]
         rank = next(rank for rank, each in enumerate(members) if each.name == self.name)
@@ -200,18 +209,24 @@ class Membership:
                     raise
                 time.sleep(HEARTBEAT_SECONDS)
 
-    def first_quorum(self, ranks: int, seconds: float, slots: int = 0) -> World:
+    def first_quorum(self, ranks: int, seconds: float, layout: Layout = UNKNOWN, world: World | None = None) -> World:
         """The members at the start, when so many are there, the time is over, or others train already.
 
         Processes start at different times, and each one more would begin anew what the first ones have begun.
+
+        Args:
+            ranks: How many were launched.
+            seconds: Longest wait for them.
+            layout: See `Member`.
+            world: An answer that this process has already, as it has formed with others, and one has died.
         """
         end = time.monotonic() + seconds
-        while True:
-            world = self.quorum(0, slots)
-            # All of a quorum see the same one, and come to the same end.
-            if world.size >= ranks or world.step or time.monotonic() > end:
-                return world
-            time.sleep(HEARTBEAT_SECONDS)
+        # All of a quorum see the same one, and come to the same end.
+        while world is None or not (world.size >= ranks or world.begun or time.monotonic() > end):
+            if world is not None:
+                time.sleep(HEARTBEAT_SECONDS)
+            world = self.quorum(0, layout)
+        return world
 
     def close(self) -> None:
         """Beat no more: the others do not wait for this process."""
@@ -219,9 +234,9 @@ class Membership:
 
 
 def _member(found: Any) -> Member:
-    host, pid, started, address, memory, asked, slots = json.loads(found.address)
+    host, pid, started, address, memory, asked, layout = json.loads(found.address)
     card = ProcessCard(host, pid, started)
-    return Member(found.replica_id, card, address, int(found.store_address), memory, asked, slots)
+    return Member(found.replica_id, card, address, int(found.store_address), memory, asked, Layout(*layout))
 
 
 def _coordination() -> Any:

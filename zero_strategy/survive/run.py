@@ -37,15 +37,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from typing_extensions import Self
 
+from zero_strategy.comm.meeting import RankGoneError
 from zero_strategy.comm.process_group import DEFAULT_TIMEOUT, default_group
 from zero_strategy.comm.store import BarrierError, FailedElsewhereError
 from zero_strategy.comm.transport import break_group
+from zero_strategy.config import SurviveConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
 from zero_strategy.survive.history import OF_GROUPS, History, Left
+from zero_strategy.survive.layout import UNKNOWN, Layout, layout_of
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Member, Membership, World
+from zero_strategy.survive.waiting import wait_to_fit
 from zero_strategy.watchdog.diagnosis import DesyncError, Failure
 
 AGENT = "ZERO_STRATEGY_AGENT"
@@ -87,7 +91,8 @@ class Run:
     def __init__(self, membership: Membership, copies: MemoryCopies) -> None:
         self._membership, self._copies = membership, copies
         self.world: World = World(0, 0, [])
-        self.beginnings, self._step, self._slots = 0, 0, 0
+        self.beginnings, self._step, self._layout = 0, 0, UNKNOWN
+        self._wait_seconds = SurviveConfig().wait_seconds
         self._known: World | None = None
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
@@ -120,7 +125,7 @@ class Run:
         folder = run_folder(values[RUN])
         membership = Membership(values[LIGHTHOUSE], int(values[PLACE]), address, str(folder))
         run = cls(membership, MemoryCopies(folder))
-        run._slots = slots
+        run._layout = Layout(slots)
         return run, int(values[RANKS])
 
     @property
@@ -146,7 +151,7 @@ class Run:
         self._engines.add(engine)
         self.watch(engine)
         found = self._copies.restore(engine, self._go_back)
-        self._step, self._slots = engine.steps.taken, engine.slots.slots
+        self._step = engine.steps.taken
         return dict(state or {}) if found is None else found
 
     def commit(self, engine: ZeroEngine, state: Mapping[str, Any]) -> None:
@@ -211,7 +216,7 @@ class Run:
         """
         self.watch(engine)
         self._vain = 0
-        self._step, self._slots = engine.steps.taken, engine.slots.slots
+        self._step = engine.steps.taken
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
             self._ask()
@@ -241,7 +246,7 @@ class Run:
         answered, too, and the others would form without waiting for the second.
         """
         if self._asked is None:
-            self._asked = self._asking.submit(self._membership.quorum, self._step, self._slots)
+            self._asked = self._asking.submit(self._membership.quorum, self._step, self._layout)
         return self._asked
 
     def _answer(self) -> World:
@@ -261,10 +266,11 @@ class Run:
             train: The function.
             ranks: How many begin.
         """
-        world = self._membership.first_quorum(ranks, _START_SECONDS, self._slots)
+        world = self._membership.first_quorum(ranks, _START_SECONDS, self._layout)
         self._everyone = world.members
         while True:
-            self.world, self.beginnings, self._known = self._awaited(world), self.beginnings + 1, None
+            world = wait_to_fit(world, self._answer, ranks, self.world.members, self._wait_seconds)
+            self.world, self.beginnings, self._known = world, self.beginnings + 1, None
             try:
                 self._form()
                 with self.ended():
@@ -281,7 +287,8 @@ class Run:
                 # Its frames have the model and the engine.
                 traceback.clear_frames(error.__traceback__)
             self.leave()
-            world = known or self._answer()
+            # If one has died before anybody knew the training, as many as at first.
+            world = self._membership.first_quorum(ranks, _START_SECONDS, self._layout, known or self._answer())
 
     def _form(self) -> None:
         """Form the ranks of this world, who agree on what the run was until now."""
@@ -293,12 +300,6 @@ class Run:
         told = self.history.told(self._left)
         self.history = History.from_text(form(self._membership, self.world, DEFAULT_TIMEOUT, told, agree))
         self._left = Left("", torn=False)
-
-    def _awaited(self, world: World) -> World:
-        """The members that form; this process waits until it is one of them."""
-        while (found := world.fitting()).waits:
-            world = self._answer()
-        return found
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -320,7 +321,7 @@ class Run:
             if error.failure is not None and error.failure.kind == "locked" and self._vain < _MOST_VAIN:
                 return
             raise error
-        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError)) or (
+        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError, RankGoneError)) or (
             isinstance(error, RuntimeError) and any(part in str(error) for part in OF_GROUPS)
         )
         if of_groups and self._vain < _MOST_VAIN:
@@ -332,9 +333,14 @@ class Run:
             time.sleep(0.05)
 
     def watch(self, engine: ZeroEngine) -> None:
-        """Let this engine's other ranks be told if this one leaves, and every wait for one that has left end."""
+        """Know the training's layout, and let this engine's other ranks be told if this one leaves.
+
+        Every wait for one that has left then ends.
+        """
         if engine not in self._watched:
             self._watched.add(engine)
+            self._layout = layout_of(engine, self.world_size)
+            self._wait_seconds = engine.config.config.survive.wait_seconds
             if engine.mesh.watchdog is not None:
                 engine.mesh.watchdog.connect()
                 engine.mesh.watchdog.add_break(self._break_default_group)

@@ -164,7 +164,11 @@ def _check(trainer: Any, strategy: Any) -> None:
             "many numbers of ranks divide"
         )
     if config.pipeline.stages > 1 or not strategy.compares_batches:
-        raise ValueError("survive: PipelineStrategy divides layers among a fixed number of ranks; use ZeroStrategy")
+        raise ValueError(
+            f"survive.enabled is True [{config.origin_of('survive.enabled')}], and pipeline.stages is "
+            f"{config.pipeline.stages}: a fit goes on where each rank has a whole model. Use ZeroStrategy, or train "
+            "the pipeline in a loop of your own, called by zero_strategy.survive.survive"
+        )
     if given != 1:
         raise ValueError(
             f"Trainer(accumulate_grad_batches={given}) and survive: that number follows from reproducible.slots and "
