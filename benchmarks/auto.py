@@ -176,7 +176,7 @@ def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
     return {
         "settings": found.figures["settings"], "rows": found.rows, "accumulation": found.accumulation,
         "seconds": seconds, "predicted seconds": chosen["seconds"]["total"], "bytes": resident()[1] - decided + present,
-        "predicted bytes": planned + chosen["activations"], "choosing": choosing,
+        "predicted bytes": planned + chosen["activations"], "activations": chosen["activations"], "choosing": choosing,
     }  # fmt: skip
 
 

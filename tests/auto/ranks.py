@@ -32,19 +32,22 @@ def model() -> GPT:
     return GPT(SIZE, LENGTH)
 
 
-def limit(megabytes: int) -> None:
-    """Let this process take so much more, beside stacks of threads."""
+def limit(nbytes: int) -> None:
+    """Let this process take so much more, beside stacks of threads and what an engine takes for itself."""
     lines = Path("/proc/self/status").read_text().splitlines()
     used = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
     resource.setrlimit(
         resource.RLIMIT_DATA,
-        (used + (megabytes << 20) + 12 * resource.getrlimit(resource.RLIMIT_STACK)[0], resource.RLIM_INFINITY),
+        (
+            used + nbytes + (32 << 20) + 12 * resource.getrlimit(resource.RLIMIT_STACK)[0],
+            resource.RLIM_INFINITY,
+        ),
     )
 
 
-def with_caps(megabytes: dict[int, int], settings: dict[str, Any]) -> Any:
+def with_caps(caps: dict[int, int], settings: dict[str, Any]) -> Any:
     """(settings, figures) of a decision where some ranks may take less than others, or its error."""
-    if (most := megabytes.get(dist.get_rank())) is not None:
+    if (most := caps.get(dist.get_rank())) is not None:
         limit(most)
     try:
         found = decide(load_config(settings), model(), world_size=dist.get_world_size(), example=EXAMPLE)

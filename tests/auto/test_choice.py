@@ -51,7 +51,7 @@ def test_the_quickest_that_fits_is_chosen(seed: int) -> None:
     ranks, margin = draw.choice([1, 2, 4]), draw.choice([0.0, 0.1, 0.3])
     drive = {"offload": {"nvme_path": ["/drive"]}} if draw.random() < 0.5 else {}
     asked = load_config(stage="auto", auto={"global_batch": 16, "margin": margin}, **drive)
-    host = draw.randrange(1_500_000, 12_000_000) * ranks
+    host = draw.randrange(1_500_000, 14_000_000) * ranks
     try:
         found = choice_of(asked, ranks, host)
     except NothingFitsError:
@@ -66,7 +66,7 @@ def test_the_quickest_that_fits_is_chosen(seed: int) -> None:
     batch = EXAMPLE.of_rows(candidate.rows).batch
     peak = foresee(GPT(SIZE, LENGTH), batch, loss, mode=mode, units=units).peak
     ledger = plan.ledger()
-    needed = ledger.tier_bytes("device") + ledger.tier_bytes("host") + peak
+    needed = ledger.tier_bytes("device") + ledger.tier_bytes("host") + peak * 1.35  # with gaps of the heap
     assert needed * ranks <= host * (1 - margin) * 1.01  # rows lie on a line
     assert candidate.rows * candidate.accumulation * ranks == 16
     quickest = min(each.seconds.total for each in considered_anew(asked, ranks, host) if each.fits)

@@ -22,18 +22,20 @@ SETTINGS: dict[str, Any] = {"stage": "auto", "auto": {"global_batch": 16, "enabl
 
 
 def test_the_scarcest_rank_decides_for_all(ranks: Launcher) -> None:
-    found = ranks(2)(with_caps, {1: 6}, SETTINGS)
+    free, figures = ranks(2)(with_caps, {}, SETTINGS)[0]
+    assert free["activation_checkpointing.mode"] == "none" and figures["rows"] == 8
+    needed = figures["candidates"][0]["needs"][0]["needed"] // 2  # of two ranks
+    found = ranks(2)(with_caps, {1: int(0.9 * needed)}, SETTINGS)
     assert found[0] == found[1]
     settings, figures = found[0]
-    free, _ = ranks(2)(with_caps, {}, SETTINGS)[0]
-    assert free["activation_checkpointing.mode"] == "none" and figures["rows"] < 8
     needs = next(each for each in figures["candidates"] if not each["fits"])
     assert "host memory, by the limit of a process" in needs["why"]
-    assert settings["auto.enabled"] is False
+    assert settings["auto.enabled"] is False and figures["candidates"][0]["fits"]
+    assert (figures["rows"], settings["activation_checkpointing.mode"]) != (8, "none")
 
 
 def test_where_nothing_fits_all_ranks_are_told(ranks: Launcher) -> None:
-    found = ranks(2)(with_caps, {1: 1}, SETTINGS)
+    found = ranks(2)(with_caps, {1: 1 << 20}, SETTINGS)
     assert found[0] == found[1] and found[0].startswith("nothing fits GPT on 2 rank(s): the nearest is stage ")
     assert "Ways out: " in found[0]
 
@@ -82,9 +84,15 @@ def test_nobody_chooses_where_it_cannot_be() -> None:
 
 
 def test_the_scarcest_host_counts() -> None:
-    rooms = [("a", Machine(host_free=100)), ("a", Machine(host_free=90, process_free=40)), ("b", Machine(host_free=80))]
+    own = 32 << 20
+    rooms = [
+        ("a", Machine(host_free=100 + 3 * own)),
+        ("a", Machine(host_free=90 + 2 * own, process_free=40 + own)),
+        ("b", Machine(host_free=80 + 2 * own)),
+    ]
     budget, per_host = least_room(rooms, 0.2, present=5)
     assert (budget.host, budget.process, budget.margin, per_host) == (90, 45, 0.2, 2)
+    assert least_room([("a", Machine(process_free=3))], 0.2, present=5)[0].process == 0
 
 
 def test_a_batch_of_a_data_set_has_its_largest_items() -> None:

@@ -8,6 +8,7 @@ seconds         see `seconds.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ from zero_strategy.runtime.terminal import size, table
 
 SHOWN = 10
 """Candidates of a table."""
+_GAPS = 0.35
+"""Part of the activations by which glibc's heap grows beyond them on a CPU, measured: freed blocks of one size are no
+place for others. Where MALLOC_MMAP_THRESHOLD_ is set, blocks go back to the system."""
 _NEAR = 0.01
 """Part of a step's time by which two candidates are alike; of such the simpler one is taken."""
 
@@ -143,6 +147,7 @@ def _figures(each: Considered) -> dict[str, Any]:
         "activations": each.activations,
         "ledger": each.candidate.ledger.to_json(entries=False),
         "seconds": {**vars(each.seconds), "total": each.seconds.total},
+        "needs": [vars(need) for need in each.needs],
         "fits": each.fits,
         "why": each.why,
     }
@@ -210,8 +215,14 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
     if foreseen is not None:
         peak = foreseen.peak(candidate.mode, candidate.rows)
         seconds = foreseen.seconds(candidate.mode, candidate.rows, roof)
-    found = needs(candidate.plan, budget, with_activations(candidate.ledger, peak))
+    found = needs(candidate.plan, budget, with_activations(candidate.ledger, peak + gaps_in(candidate.plan, peak)))
     return Considered(candidate, peak, found, seconds_of(candidate, seconds, roof))
+
+
+def gaps_in(plan: MemoryPlan, activations: int) -> int:
+    """Bytes of gaps between blocks, beside activations."""
+    tidy = plan.device_type != "cpu" or "MALLOC_MMAP_THRESHOLD_" in os.environ
+    return 0 if tidy else int(_GAPS * activations)
 
 
 def with_activations(ledger: Ledger, nbytes: int) -> Ledger:

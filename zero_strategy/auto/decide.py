@@ -141,6 +141,7 @@ def _slowest(device: torch.device, dtype: torch.dtype, drive: str | None) -> Roo
             found = replace(found, write=write, read=read)
         return found, os.uname().nodename
 
+    _gathered(None)  # that all begin now
     everyone = _made_by_all(own)
     roofs: list[Roof] = [found for found, _ in everyone]
     roof = roofs[0].slowest(roofs[1:])
@@ -206,6 +207,10 @@ def replace_auto(asked: ZeroConfig) -> ZeroConfig:
     return found
 
 
+_OWN_BYTES = 32 << 20
+"""Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made."""
+
+
 def least_room(rooms: list[tuple[str, Machine]], margin: float, present: int) -> tuple[Budget, int]:
     """Memory of the scarcest rank or host, and the most ranks of a host.
 
@@ -222,12 +227,13 @@ def least_room(rooms: list[tuple[str, Machine]], margin: float, present: int) ->
 
     host = least([machine.host_free for _, machine in rooms])
     process = least([machine.process_free for _, machine in rooms])
+    more = present - _OWN_BYTES
     budget = Budget(
         device=least([machine.gpu_free for _, machine in rooms]),
-        host=None if host is None else host + present * per_host,
+        host=None if host is None else max(0, host + more * per_host),
         disk=least([machine.disk_free for _, machine in rooms]),
         margin=margin,
-        process=None if process is None else process + present,
+        process=None if process is None else max(0, process + more),
     )
     return budget, per_host
 

@@ -25,7 +25,8 @@ _SIDE = 512
 _BYTES = 32 << 20
 """That are copied, sent, and stored."""
 _LEAST_BYTES = 1 << 18
-_TIMES = 5
+_TIMES = 3
+_WINDOW = 0.06
 _SHARED_COPIES = 4
 """Times that memory moves a byte where ranks of a host exchange it: copied in and out, each read and written."""
 _DRIVE_SECONDS = 0.5
@@ -83,16 +84,16 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
     nbytes = probed_bytes(room)
     side = min(_SIDE, math.isqrt(nbytes // dtype.itemsize))
     a = torch.ones(side, side, device=device, dtype=dtype)
-    flops = 2 * side**3 / _least(lambda: a @ a, device)
+    flops = 2 * side**3 / _mean(lambda: a @ a, device)
     source, into = (_apart(nbytes).to(device) for _ in range(2))
-    memory = 2 * nbytes / _least(lambda: into.copy_(source), device)
+    memory = 2 * nbytes / _mean(lambda: into.copy_(source), device)
     one = torch.ones(1, device=device)
-    begin = _least(lambda: [one.add(1.0) for _ in range(100)], device) / 100
+    begin = _mean(lambda: [one.add(1.0) for _ in range(100)], device) / 100
     roof = Roof(flops, memory, begin, link=memory / _SHARED_COPIES)
     if device.type != "cpu":
         pinned = torch.empty(nbytes // 4, pin_memory=True)
-        bus = nbytes / _least(lambda: pinned.copy_(source, non_blocking=True), device)
-        roof = replace(roof, bus=bus, host=2 * nbytes / _least(lambda: pinned.clone(), torch.device("cpu")))
+        bus = nbytes / _mean(lambda: pinned.copy_(source, non_blocking=True), device)
+        roof = replace(roof, bus=bus, host=2 * nbytes / _mean(lambda: pinned.clone(), torch.device("cpu")))
     return roof
 
 
@@ -106,16 +107,16 @@ def probed_bytes(room: int | None) -> int:
     return _BYTES if room is None else max(_LEAST_BYTES, min(_BYTES, room // 32)) // 4096 * 4096
 
 
-def _least(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the quickest of several times."""
-    found = []
-    for _ in range(_TIMES):
-        begun = time.perf_counter()
+def _mean(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one of many times: of several slices of a core's time, where ranks share it."""
+    run()
+    begun, count = time.perf_counter(), 0
+    while count < _TIMES or time.perf_counter() - begun < _WINDOW:
         run()
+        count += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begun)
-    return min(found)
+    return (time.perf_counter() - begun) / count
 
 
 def measure_link(device: torch.device, nbytes: int) -> float:
@@ -128,8 +129,13 @@ def measure_link(device: torch.device, nbytes: int) -> float:
     ranks = dist.get_world_size()
     part = torch.ones(nbytes // 4 // ranks, device=device)
     parts = [torch.empty_like(part) for _ in range(ranks)]
-    seconds = _least(lambda: dist.all_gather(parts, part), device)
-    return (ranks - 1) * part.nbytes / seconds
+    begun = 0.0
+    for turn in range(_TIMES + 1):  # as many on all ranks
+        begun = time.perf_counter() if turn == 1 else begun
+        dist.all_gather(parts, part)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return _TIMES * (ranks - 1) * part.nbytes / (time.perf_counter() - begun)
 
 
 def measure_drive(drive: str | os.PathLike[str]) -> tuple[float, float]:
