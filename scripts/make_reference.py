@@ -145,6 +145,9 @@ MEANINGS: dict[str, tuple[str, str]] = {
         "8",
     ),
     "reproducible.seed": ("of the random numbers of slots; none: torch's initial seed on rank 0", "42"),
+    "auto.enabled": ("choose what nobody has set, for model, ranks and memory", "true"),
+    "auto.global_batch": ("rows of a step over all ranks, of which micro-batches are made; 0: as they come", "64"),
+    "auto.margin": ("part of the memory that stays free", "0.2"),
     "survive.enabled": ("go on in the same processes when some of them die, and take new ones in", "true"),
     "survive.wait_seconds": ("longest wait for others where those who are left cannot go on alone", "3600"),
 }
@@ -166,6 +169,7 @@ SECTIONS = {
     "watchdog": ("watchdog", "See [finding hangs](../guides/hangs.md)."),
     "diagnostics": ("diagnostics", "See [measuring time and memory](../guides/measuring.md)."),
     "reproducible": ("reproducible", "See [the same bits on any number of ranks](../guides/reproducible.md)."),
+    "auto": ("auto", "Settings that are chosen for you."),
     "survive": ("survive", "Training that goes on when processes die."),
 }
 TYPES = {"pipeline.schedule": "str", "pipeline.partition": "str"}
@@ -204,6 +208,7 @@ Some settings have a short form:
 | --- | --- |
 | `activation_checkpointing: full` | `activation_checkpointing: {mode: full}`; `true` is `full` |
 | `watchdog: strict` | `watchdog: {mode: strict}` |
+| `stage: auto`, `auto: true` | `auto: {enabled: true}` |
 | `survive: true` | `survive: {enabled: true}` |
 | `offload: cpu` | `offload: {optimizer: cpu}`, and at stage 3 `parameters: cpu` as well; likewise `nvme` |
 | `nvme_path: /local_nvme` | `nvme_path: [/local_nvme]`; the same for every list of strings |

@@ -86,6 +86,7 @@ FEATURES = {
     "guides/replay.md": ["replay/test_runs.py"],
     "guides/schedules.md": ["pipeline/test_schedule_command.py"],
     "guides/stages.md": ["engine/test_exactness.py"],
+    "guides/auto.md": ["auto/test_choice.py"],
     "guides/survive.md": ["survive/test_copies.py"],
     "guides/tensor_parallelism.md": ["fsdp/test_tensor_parallel.py", "integrations/huggingface/test_tensor_models.py"],
     "guides/uneven_batches.md": ["integrations/lightning/test_uneven.py"],
