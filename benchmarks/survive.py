@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,24 @@ def children(pid: int) -> list[int]:
 
 
 def kills(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Figures of a run at each stage."""
-    for stage in options.stages:
+    """Figures of a run at each stage and in each tier."""
+    # One for all: with slots stages and tiers have the same bits.
+    expected = run_local_ranks("benchmarks.survive:undisturbed", ({"stage": 0}, options.steps), 1)[0]
+    for tier, stage in product(options.tiers, options.stages):
         config: dict[str, Any] = {"stage": stage}
         with tempfile.TemporaryDirectory() as name:
-            if options.tier == "nvme":
+            if tier == "nvme":
                 config["offload"] = {"optimizer": "nvme", "nvme_path": [f"{name}/drive"], "probe_seconds": 0.0}
-            elif options.tier == "cpu":
+            elif tier == "cpu":
                 config["offload"] = {"optimizer": "cpu"}
-            yield {"stage": stage, "tier": options.tier, **_killed(options, config, Path(name))}
+            yield {"stage": stage, "tier": tier, **_killed(options, config, Path(name), expected)}
 
 
-def _killed(options: argparse.Namespace, config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _killed(
+    options: argparse.Namespace, config: dict[str, Any], folder: Path, expected: str
+) -> dict[str, Any]:  # fmt: skip
     chosen, killed = random.Random(options.seed), list[float]()
-    count = options.count // len(options.stages)
+    count = options.count // (len(options.stages) * len(options.tiers))
     command = [
         sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", str(options.ranks), "-m",
         "benchmarks.survive", "worker", str(folder), json.dumps(config), str(options.steps),
@@ -142,7 +147,6 @@ def _killed(options: argparse.Namespace, config: dict[str, Any], folder: Path) -
                     os.kill(pid, signal.SIGSTOP if options.stop else signal.SIGKILL)
     found = events(folder)
     digests = {file.read_text() for file in folder.glob("*.digest")}
-    expected = run_local_ranks("benchmarks.survive:undisturbed", (config, options.steps), 1)[0]
     return {
         "exit": agent.returncode, "kills": len(killed), "steps": options.steps,
         "same bits": digests == {expected}, **_figures(found, killed, options),
@@ -163,7 +167,8 @@ def _figures(found: list[dict[str, Any]], killed: list[float], options: argparse
         stalls.append(max(gaps, default=0.0) - step)
     stalls.sort()
     return {
-        "step seconds": step, "stall median": statistics.median(stalls) if stalls else None,
+        "step seconds": step, "stalls": [round(each, 2) for each in stalls],
+        "stall median": statistics.median(stalls) if stalls else None,
         "stall 99 %": stalls[min(len(stalls) - 1, round(0.99 * len(stalls)))] if stalls else None,
         "stall most": stalls[-1] if stalls else None,
         "steps taken twice": len(times) - len({event["step"] for event in first}),
@@ -218,8 +223,8 @@ def main() -> None:
     parser.add_argument("what", choices=("kills", "cost"))
     parser.add_argument("--stages", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tier", choices=("none", "cpu", "nvme"), default="none")
-    parser.add_argument("--count", type=int, default=100, help="of kills, over all stages")
+    parser.add_argument("--tiers", nargs="*", choices=("none", "cpu", "nvme"), default=["none"])
+    parser.add_argument("--count", type=int, default=100, help="of kills, over all stages and tiers")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one kill to the next")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--both", action="store_true", help="kill two at once")
