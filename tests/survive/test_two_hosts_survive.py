@@ -61,5 +61,6 @@ def test_a_host_goes_and_the_other_goes_on_from_its_copies(tmp_path: Path, how: 
         if how == "cut":
             # Cut off from the lighthouse, the other half ends by itself, and says why.
             assert hosts[1].processes[0].wait(200) != 0, logs[1].read_text()[-4000:]
+            assert "Error: the lighthouse at " in logs[1].read_text(), logs[1].read_text()[-4000:]
     found = {file.read_text() for file in folder.glob("*.digest")}
     assert found == {undisturbed(tmp_path, CONFIG, STEPS)}, logs[0].read_text()[-4000:]

@@ -29,7 +29,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -89,7 +89,6 @@ class Run:
         self.world: World = World(0, 0, [])
         self.beginnings, self._step, self._slots = 0, 0, 0
         self._known: World | None = None
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
         self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
@@ -241,16 +240,16 @@ class Run:
         answered, too, and the others would form without waiting for the second.
         """
         if self._asked is None:
-            self._asked = self._asking.submit(self._membership.quorum, self._step, self._slots)
+            self._asked = self._membership.ask(self._step, self._slots)
         return self._asked
 
     def _answer(self) -> World:
         asked, world = self._ask(), None
         try:
-            world = asked.result()
+            world = self._membership.answer(asked)
             self._everyone = world.members
         finally:
-            if asked.done():  # not after a Ctrl-C
+            if asked.done():  # not after a Ctrl-C, or while the lighthouse is out of reach
                 self._asked = None
         return world
 
@@ -373,7 +372,6 @@ class Run:
         # Engines may go on with the last world's groups, which have met in some member's store.
         _kept.append(self._membership.store)
         self._membership.close()
-        self._asking.shutdown(wait=False)
 
 
 def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
