@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -582,6 +584,18 @@ def test_a_store_of_one_process() -> None:
     store = private.HashStore()
     store.set("a", "1")
     assert store.get("a") == b"1"
+
+
+def test_the_connection_of_a_store_is_known() -> None:
+    server = private.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inside = private.PrefixStore("a", private.PrefixStore("b", server))
+    found = private.tcp_store_of(inside)
+    assert found is not None and found.port == server.port
+    assert private.tcp_store_of(private.HashStore()) is None
+    number = private.socket_of(found)
+    assert number is not None
+    with socket.socket(fileno=os.dup(number)) as connection:
+        assert connection.getpeername()[1] == server.port
 
 
 def test_symmetric_memory_is_there() -> None:

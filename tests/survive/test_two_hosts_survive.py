@@ -19,11 +19,11 @@ CONFIG = {"stage": 3}
 STEPS = 150
 
 
-def start(host: Host, number: int, first: Host, folder: Path, memory: Path, log: Path) -> None:
+def start(host: Host, number: int, head: Host, folder: Path, memory: Path, log: Path) -> None:
     words = [
         sys.executable, "-m", "zero_strategy.cli", "run", "--nproc-per-node", "2", "--nnodes", "2", "--node-rank",
         str(number), "--run-id", folder.name, "--address", host.address, "--lighthouse",
-        f"http://{first.address}:29510", *(["--serve-lighthouse"] if number == 0 else []), "-m",
+        f"http://{head.address}:29510", *(["--serve-lighthouse"] if host is head else []), "-m",
         "tests.survive.deaths", str(folder), json.dumps(CONFIG), str(STEPS), "[]",
     ]  # fmt: skip
     memory.mkdir()
@@ -39,27 +39,30 @@ def steps_of(folder: Path, least: float = 0.0) -> int:
     return max((line["step"] for line in lines if line["time"] > least), default=-1)
 
 
-@pytest.mark.parametrize("how", ["death", "cut"])
+@pytest.mark.parametrize("how", ["death", "cut", "store_cut"])
 def test_a_host_goes_and_the_other_goes_on_from_its_copies(tmp_path: Path, how: str) -> None:
+    """The first host has the store in which ranks meet; the one that goes on has the lighthouse."""
     if reason := why_not():
         pytest.skip(reason)
     folder = tmp_path / "run"
     folder.mkdir()
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    stays, goes = (1, 0) if how == "store_cut" else (0, 1)
     with two_hosts() as hosts:
         for number, host in enumerate(hosts):
-            start(host, number, hosts[0], folder, tmp_path / f"memory{number}", logs[number])
+            start(host, number, hosts[stays], folder, tmp_path / f"memory{number}", logs[number])
         end = time.monotonic() + 200
         while steps_of(folder) < 10:
             assert time.monotonic() < end, "\n".join(log.read_text()[-3000:] for log in logs)
             time.sleep(0.05)
         if how == "death":
-            hosts[1].lose()
+            hosts[goes].lose()
         else:
-            hosts[1].ip("link", "set", INTERFACE, "down")
-        assert hosts[0].processes[0].wait(200) == 0, logs[0].read_text()[-4000:]
-        if how == "cut":
+            hosts[goes].ip("link", "set", INTERFACE, "down")
+        assert hosts[stays].processes[0].wait(200) == 0, logs[stays].read_text()[-4000:]
+        if how != "death":
             # Cut off from the lighthouse, the other half ends by itself, and says why.
-            assert hosts[1].processes[0].wait(200) != 0, logs[1].read_text()[-4000:]
+            assert hosts[goes].processes[0].wait(200) != 0, logs[goes].read_text()[-4000:]
+            assert "Error: the lighthouse at " in logs[goes].read_text(), logs[goes].read_text()[-4000:]
     found = {file.read_text() for file in folder.glob("*.digest")}
-    assert found == {undisturbed(tmp_path, CONFIG, STEPS)}, logs[0].read_text()[-4000:]
+    assert found == {undisturbed(tmp_path, CONFIG, STEPS)}, logs[stays].read_text()[-4000:]

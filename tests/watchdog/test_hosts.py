@@ -94,6 +94,26 @@ def test_silences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         each.close()
 
 
+class OutOfReach:
+    """A store whose connection breaks with the first message."""
+
+    def set(self, *_: object) -> None:
+        raise dist.DistNetworkError("Connection timed out")
+
+
+def test_a_store_whose_connection_is_broken_answers_no_more() -> None:
+    store_client = StoreClient(OutOfReach, "broken")
+    hearing = Heartbeats(0, [1], store_client, seconds=0.5, shortest=0.01)
+    hearing.tell(time.monotonic())
+    end = time.monotonic() + 60
+    while (found := hearing.silent([1], Report(0), [], rank_label)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert found.kind == "silent" and "has not answered" in found.text
+    assert store_client.unanswered() >= 0.5
+    store_client.close()
+
+
 def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
     def connect() -> Any:
         time.sleep(0.5)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from zero_strategy.comm.collectives import Communicator
 from zero_strategy.comm.meeting import meet
+from zero_strategy.comm.store_connection import second_connection
 from zero_strategy.runtime.compute_device import gpu_of_group
 from zero_strategy.runtime.torch_private import default_store
 from zero_strategy.watchdog.flight_recorder import CollectiveLog
@@ -269,7 +270,7 @@ def own_store(world_size: int) -> Any:
         return None
     store: Any = default_store()
     try:
-        return store.clone()
+        return second_connection(store)
     except (AttributeError, NotImplementedError, RuntimeError):  # not every kind of store can
         return store
 

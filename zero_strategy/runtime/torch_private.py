@@ -8,6 +8,7 @@ public modules take trees apart with; `torch.utils.pytree` has no public counter
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -519,6 +520,22 @@ def default_store() -> Any:
         ValueError: If there is no default group.
     """
     return dist.distributed_c10d._get_default_store()
+
+
+_SOCKET = re.compile(r"client=TCPClient\(SocketImpl\(fd=(\d+),")
+
+
+def tcp_store_of(store: Any) -> TCPStore | None:
+    """The store in which others have put prefixes before the keys, if it is one of TCP."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, TCPStore) else None
+
+
+def socket_of(store: TCPStore) -> int | None:
+    """File descriptor of the connection to the store; None where that cannot be said. Nothing else tells it."""
+    found = _SOCKET.search(repr(store))
+    return None if found is None else int(found[1])
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> Any:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from zero_strategy.comm.meeting import introduce
+from zero_strategy.comm.store_connection import connect
 from zero_strategy.runtime.compute_device import gpu_of_local_rank, occupy
-from zero_strategy.runtime.torch_private import PrefixStore, Store, TCPStore, set_group_timeout
+from zero_strategy.runtime.torch_private import PrefixStore, Store, set_group_timeout
 from zero_strategy.survive.membership import Membership, World
 
 CONNECT_SECONDS = 5.0
@@ -72,8 +73,8 @@ def form(membership: Membership, world: World, timeout: timedelta, told: str, ag
     if torch.cuda.is_available():
         occupy(gpu_of_local_rank(world.local_rank))
     try:
-        plain = TCPStore(first.address, first.port, is_master=False, timeout=seconds)
-        store = PrefixStore(world.key, plain)
+        # Every later wait in this store, and in further connections to it, ends soon where its host is cut off.
+        store = PrefixStore(world.key, connect(first.address, first.port, CONNECT_SECONDS))
         agreed = _meet(store, world, told, agree)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=seconds)
         introduce([each.card for each in world.members])

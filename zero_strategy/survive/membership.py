@@ -12,11 +12,15 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from zero_strategy.runtime.torch_private import TCPStore
+from zero_strategy.runtime.worker import BackgroundWorker
 from zero_strategy.survive.layout import UNKNOWN, Layout
 from zero_strategy.watchdog.peers import ProcessCard, condition, own_card
 
@@ -30,9 +34,13 @@ ADDRESS = "ZERO_STRATEGY_ADDRESS"
 HEARTBEAT_SECONDS = 0.05
 _CONNECT_SECONDS = 10.0
 _ABSENT_SECONDS = 30.0
-"""That a lighthouse may be away."""
+"""That a lighthouse may be away: it is started again, maybe on another host."""
 _QUORUM_SECONDS = 600.0
 """Longest wait for others who are alive and do not come; the lighthouse gives them up before."""
+_LOOK_SECONDS = 1.0
+"""Between two questions whether a lighthouse that does not answer yet is there."""
+_REACH_SECONDS = timedelta(seconds=2)
+"""In which it says that it is."""
 
 
 @dataclass(frozen=True)
@@ -154,19 +162,24 @@ class Membership:
         place: This process's number.
         address: Under which the others reach this host.
         memory: Folder of the run's copies.
+        absent_seconds: That the lighthouse may be away, or out of reach.
 
     Raises:
         ImportError: If torchft is not installed.
         ValueError: If the lighthouse cannot be reached.
     """
 
-    def __init__(self, lighthouse: str, place: int, address: str, memory: str) -> None:
+    def __init__(
+        self, lighthouse: str, place: int, address: str, memory: str, *, absent_seconds: float = _ABSENT_SECONDS
+    ) -> None:
         coordination = _coordination()
         # Ranks follow from the places, whose numbers have to sort as names.
         self.name = f"{place:06d}:{uuid.uuid4().hex[:8]}"
         # Every process has a store, and the first member's is used: whoever dies, the next formation has one.
         self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         self._card, self._address, self._memory, self._asked = own_card(), address, memory, 0
+        self._lighthouse, self._absent_seconds = lighthouse, absent_seconds
+        self._worker = BackgroundWorker("zero-quorum")
         seconds = timedelta(seconds=_CONNECT_SECONDS)
         try:
             self._client = coordination.LighthouseClient(lighthouse, seconds)
@@ -182,12 +195,62 @@ class Membership:
         """Everybody who is alive and asks. All members ask, or are given up by the lighthouse.
 
         Args:
-            step: That this process has come to; for the lighthouse's page.
-            layout: See `Member`.
+            step: See `ask`.
+            layout: See `ask`.
 
         Raises:
-            RuntimeError, TimeoutError: If the lighthouse does not answer.
+            RuntimeError, TimeoutError: See `answer`.
         """
+        return self.answer(self.ask(step, layout))
+
+    def ask(self, step: int, layout: Layout = UNKNOWN) -> Future[World]:
+        """Begin to ask who is there; `answer` waits for it.
+
+        Args:
+            step: That this process has come to; for the lighthouse's page.
+            layout: See `Member`.
+        """
+        asked: Future[World] = Future()
+
+        def ask() -> None:
+            try:
+                world = self._quorum(step, layout)
+            except BaseException as error:
+                asked.set_exception(error)
+            else:
+                asked.set_result(world)
+
+        # A daemon's: a process that ends does not wait for an answer.
+        self._worker.submit(ask)
+        return asked
+
+    def answer(self, asked: Future[World]) -> World:
+        """The answer to a question.
+
+        It comes when all have asked, which may take long; so the lighthouse is asked meanwhile whether it is there. Its
+        client would wait for a minute and more on a connection that is cut.
+
+        Raises:
+            RuntimeError, TimeoutError: If the lighthouse does not answer, or cannot be reached.
+        """
+        reached = time.monotonic()
+        while not futures.wait([asked], _LOOK_SECONDS).done:
+            if self._reaches_lighthouse():
+                reached = time.monotonic()
+            elif (seconds := time.monotonic() - reached) > self._absent_seconds:
+                raise RuntimeError(
+                    f"the lighthouse at {self._lighthouse} has not answered for {seconds:.0f} s: it has ended, or this "
+                    "host is cut off from it. The others may go on without this process"
+                )
+        return asked.result()
+
+    def _reaches_lighthouse(self) -> bool:
+        with suppress(RuntimeError, TimeoutError, ConnectionError):
+            self._client.heartbeat(self.name, _REACH_SECONDS)
+            return True
+        return False
+
+    def _quorum(self, step: int, layout: Layout) -> World:
         self._asked += 1
         own = json.dumps([*self._card, self._address, self._memory, self._asked, astuple(layout)])
         found = self._found(own, step)
@@ -197,16 +260,20 @@ class Membership:
 
     def _found(self, own: str, step: int) -> Any:
         """The lighthouse's answer; it may be started again meanwhile."""
-        end = time.monotonic() + _ABSENT_SECONDS
+        end = 0.0
         while True:
+            begun = time.monotonic()
             try:
                 return self._client.quorum(
                     self.name, timedelta(seconds=_QUORUM_SECONDS), address=own, store_address=str(self.store.port),
                     step=step, world_size=1, shrink_only=False,
                 )  # fmt: skip
-            except (RuntimeError, TimeoutError, ConnectionError):
-                if time.monotonic() > end:
-                    raise
+            except (RuntimeError, TimeoutError, ConnectionError) as error:
+                now = time.monotonic()
+                if not end or self._absent_seconds < now - begun < _QUORUM_SECONDS:  # it was there until now
+                    end = now + self._absent_seconds
+                if now > end or now - begun >= _QUORUM_SECONDS:
+                    raise RuntimeError(f"the lighthouse at {self._lighthouse} has not answered: {error}") from error
                 time.sleep(HEARTBEAT_SECONDS)
 
     def first_quorum(self, ranks: int, seconds: float, layout: Layout = UNKNOWN, world: World | None = None) -> World:

@@ -29,7 +29,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -94,7 +94,6 @@ class Run:
         self.beginnings, self._step, self._layout = 0, 0, UNKNOWN
         self._wait_seconds = SurviveConfig().wait_seconds
         self._known: World | None = None
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="quorum")
         self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
         self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
@@ -246,16 +245,16 @@ class Run:
         answered, too, and the others would form without waiting for the second.
         """
         if self._asked is None:
-            self._asked = self._asking.submit(self._membership.quorum, self._step, self._layout)
+            self._asked = self._membership.ask(self._step, self._layout)
         return self._asked
 
     def _answer(self) -> World:
         asked, world = self._ask(), None
         try:
-            world = asked.result()
+            world = self._membership.answer(asked)
             self._everyone = world.members
         finally:
-            if asked.done():  # not after a Ctrl-C
+            if asked.done():  # not after a Ctrl-C, or while the lighthouse is out of reach
                 self._asked = None
         return world
 
@@ -379,7 +378,6 @@ class Run:
         # Engines may go on with the last world's groups, which have met in some member's store.
         _kept.append(self._membership.store)
         self._membership.close()
-        self._asking.shutdown(wait=False)
 
 
 def survive(train: Callable[Concatenate[Run, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -128,7 +128,7 @@ class StoreClient:
         self._reports: dict[int, tuple[Report, float]] = {}
         self._counts: dict[int, _Heard] = {}
         self._heartbeat: tuple[int, int] | None = None
-        self._asked_at = 0.0
+        self._asked_at, self._lost_at = 0.0, 0.0
 
     def open(self) -> None:
         """Begin to connect: a connection that is there breaks at once with the store's process, a new one waits."""
@@ -147,11 +147,11 @@ class StoreClient:
             try:
                 self._exchange(own, fetch)
                 self._listen(listen)
-            except RuntimeError:  # the store is gone, with its process; torch logs each attempt
-                self._lost = True
+            except RuntimeError:  # the store is gone, with its process, or out of reach; torch logs each attempt
+                self._lose(asked_at)
                 raise
 
-        self._asked_at = time.monotonic()
+        asked_at = self._asked_at = time.monotonic()
         self._under_way = self._worker.submit(exchange)
 
     def heartbeat(self, rank: int, count: int) -> None:
@@ -165,8 +165,11 @@ class StoreClient:
         return 0.0 if heard is None else heard.at - heard.changed
 
     def unanswered(self) -> float:
-        """Seconds since what was begun last, if that goes on yet."""
-        waits = not self._lost and self._under_way is not None and not self._under_way.done()
+        """Seconds since what was begun last, if that goes on yet, or has broken the connection."""
+        # A broken connection tells as little as a silent one: nobody can be heard, or be told, any more.
+        if self._lost:
+            return time.monotonic() - self._lost_at
+        waits = self._under_way is not None and not self._under_way.done()
         return time.monotonic() - self._asked_at if waits else 0.0
 
     def forget_silences(self) -> None:
@@ -249,6 +252,11 @@ class StoreClient:
         except TimeoutError:
             self._late.append(answer)
         except Exception:  # the store is gone
+            self._lose(time.monotonic())
+
+    def _lose(self, since: float) -> None:
+        if not self._lost:
+            self._lost_at = since  # before the next line: another thread may look at both
             self._lost = True
 
     @property
@@ -258,7 +266,7 @@ class StoreClient:
 
     def close(self) -> None:
         """End the thread and the connection, as soon as they are at rest."""
-        self._lost = True
+        self._lose(time.monotonic())
         # The old thread ends by itself after what it is in, which may never return: nobody waits for it here.
         self._worker = BackgroundWorker("zero-store-client")
         self._store = self._board = None
