@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from zero_strategy import ZeroEngine
 from zero_strategy.auto.candidates import CHOSEN
 from zero_strategy.auto.decide import decide, least_room
 from zero_strategy.auto.example import of_dataset
+from zero_strategy.cli.report import report_data, report_page
 from zero_strategy.config import load_config, resolve
+from zero_strategy.diagnostics.recorder import install_diagnostics
+from zero_strategy.diagnostics.run_files import read_run
 from zero_strategy.planning.held import Machine
 
 SETTINGS: dict[str, Any] = {"stage": "auto", "auto": {"global_batch": 16, "enabled": True}}
@@ -69,6 +73,26 @@ def test_the_table_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
     shown = [record.getMessage() for record in caplog.records if "were chosen" in record.getMessage()]
     assert len(shown) == 1 and "rows x micro-batches" in shown[0]
     engine.close()
+
+
+def test_the_report_page_keeps_the_table(tmp_path: Path) -> None:
+    module = model()
+    settings = {"stage": "auto", "diagnostics": {"run_dir": str(tmp_path), "flops": False, "trace_steps": 0}}
+    engine = ZeroEngine(module, settings, example=EXAMPLE)
+    install_diagnostics(engine)
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine.attach(optimizer)
+    for _ in range(2):
+        loss(module, EXAMPLE.batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    found = report_data(read_run(tmp_path))["chosen"]
+    assert "Chosen: stage 0, predicted to take " in found["said"] and " (measured: " in found["said"]
+    first = found["rows"][0]
+    assert (first["said"], first["batch"], first["why"]) == ("stage 0", "2 x 1", "chosen") and first["activations"] > 0
+    page = report_page(read_run(tmp_path))
+    assert "Chosen settings" in page and '"why": "chosen"' in page.replace('"why":"chosen"', '"why": "chosen"')
 
 
 def test_random_states_stay() -> None:

@@ -117,12 +117,12 @@ def test_a_choice_under_transformers(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
     items = [{"input_ids": (ids := [1 + number, 5, 7, 9]), "labels": ids} for number in range(16)]
 
-    def trained(zero: dict[str, Any]) -> tuple[str, Any]:
+    def trained(zero: dict[str, Any], rows: int = 2, steps: int = 2) -> tuple[str, Any]:
         torch.manual_seed(5)
         model = transformers.LlamaForCausalLM(config)
         args = transformers.TrainingArguments(
-            str(tmp_path), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
-            use_cpu=True, save_strategy="no", disable_tqdm=True, logging_strategy="no",
+            str(tmp_path), max_steps=4, per_device_train_batch_size=rows, gradient_accumulation_steps=steps,
+            use_cpu=True, save_strategy="no", disable_tqdm=True, logging_strategy="no", report_to=[],
         )  # fmt: skip
         trainer = ZeroTrainer(model, args, train_dataset=items, zero_config=zero)
         trainer.train()
@@ -131,6 +131,13 @@ def test_a_choice_under_transformers(tmp_path: Path) -> None:
     found, chosen = trained({"stage": "auto"})
     assert chosen.chosen["activations"] == "foreseen without memory" and chosen.chosen["accumulation"] == 2
     assert found == trained({"stage": chosen.stage})[0]
+    # The arguments follow from the batch of a step.
+    found, chosen = trained({"stage": "auto", "auto": {"enabled": True, "global_batch": 8}})
+    figures = chosen.chosen
+    assert figures["rows"] * figures["accumulation"] == 8
+    assert found == trained({"stage": chosen.stage}, figures["rows"], figures["accumulation"])[0]
+    with pytest.raises(ValueError, match=r"auto\.global_batch is 8 .* are those of reproducible\.slots"):
+        trained({"stage": "auto", "auto": {"enabled": True, "global_batch": 8}, "reproducible": 4}, 2, 1)
 
 
 def test_the_name_is_a_preset() -> None:

@@ -141,6 +141,7 @@ class Choice:
 
 def _figures(each: Considered) -> dict[str, Any]:
     return {
+        "said": each.candidate.describe(),
         "settings": dict(each.candidate.settings),
         "rows": each.candidate.rows,
         "accumulation": each.candidate.accumulation,

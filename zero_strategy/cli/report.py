@@ -59,6 +59,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "flows": _flows(run),
         "experts": _experts(run),
         "deaths": _deaths(run),
+        "chosen": _chosen(run),
         "summary": _summary(run),
         "timeline": _timeline(run),
     }
@@ -147,6 +148,30 @@ def _experts(run: RecordedRun) -> list[dict[str, Any]]:
             known = found.setdefault(name, [0] * len(rows))
             found[name] = [one + other for one, other in zip(known, rows, strict=True)]
     return [{"layer": name, "rows": rows} for name, rows in found.items()]
+
+
+def _chosen(run: RecordedRun) -> dict[str, Any] | None:
+    """Candidates among which settings were chosen, and how near the prediction was; None: nobody has chosen."""
+    found = run.facts.get("chosen")
+    if not found:
+        return None
+    predicted, measured = found["candidates"][0]["seconds"]["total"], _summary(run)["seconds"]
+    said = f"Chosen: {found['candidates'][0]['said']}, predicted to take {predicted:.3g} s a step"
+    said += f" (measured: {measured:.3g} s)" if measured else ""
+    rows = [
+        {
+            "said": each["said"],
+            "batch": f"{each['rows'] or '?'} x {each['accumulation']}",
+            "bytes": {tier: total["taken"] for tier, total in each["ledger"]["tiers"].items()},
+            "activations": each["activations"],
+            "seconds": each["seconds"]["total"],
+            "why": each["why"] or "chosen",
+        }
+        for each in found["candidates"]
+    ]
+    left = f"; {found['left out']} more candidates are left out" if found["left out"] else ""
+    said += f". Activations: {found['activations']}; {found['margin']:.0%} of the memory stays free{left}."
+    return {"said": said, "rows": rows}
 
 
 def _deaths(run: RecordedRun) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "accelerate", "transform
 
 
 def facts_of(engine: ZeroEngine) -> dict[str, Any]:
-    """Plain types: `model`, `ranks`, `device`, `versions`, `config` (key, value, origin), `written`."""
+    """Plain types: `model`, `ranks`, `device`, `versions`, `config` (key, value, origin), `written`, `chosen`."""
     zero, mesh, device = engine.config.config, engine.mesh, engine.model.device
     parameters = list(engine.module.parameters())
     return {
@@ -70,6 +70,7 @@ def facts_of(engine: ZeroEngine) -> dict[str, Any]:
             **{name: found for name in _PACKAGES if (found := _version(name))},
         },
         "config": [[key, str(setting.value), setting.origin] for key, setting in zero.settings()],
+        "chosen": None if zero.chosen is None else dict(zero.chosen),
     }
 
 

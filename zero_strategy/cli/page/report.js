@@ -324,6 +324,15 @@ function experts() {
   live(box, (width) => data.experts.slice(0, 8).map(({ layer, rows }) => lines(width, 160, rows.map((_, index) => index), [{ name: layer, color: nth(0), values: rows }], number, `Rows by expert of ${layer}`, false)));
 }
 
+function chosen() {
+  const found = data.chosen;
+  if (!found) return;
+  const box = section("Chosen settings", found.said);
+  const held = (one) => ["host", "nvme"].filter((tier) => one.bytes[tier]).map((tier) => ` + ${bytes(one.bytes[tier])} ${tier}`).join("");
+  box.append(table([{ name: "settings" }, { name: "rows x micro-batches" }, { name: "memory of a rank" }, { name: "seconds", number: true }, { name: "" }],
+    found.rows.map((one) => [one.said, one.batch, bytes((one.bytes.device ?? 0) + one.activations) + held(one), seconds(one.seconds), one.why]), "Candidates"));
+}
+
 function deaths() {
   const found = data.deaths;
   if (!found) return;
@@ -392,7 +401,7 @@ function settings() {
 }
 
 heading();
-for (const part of [budget, loss, speed, memory, skew, traffic, experts, deaths, timeline, settings]) part();
+for (const part of [budget, loss, speed, memory, skew, traffic, experts, deaths, timeline, chosen, settings]) part();
 if (data.grouped > 1) document.getElementById("foot").append(tag("p", { text: `Each point is the mean of ${data.grouped} recorded steps.` }));
 document.getElementById("foot").append(tag("p", { text: "Written by zero-strategy report; the page needs no network." }));
 let waiting = 0, last = window.innerWidth;

@@ -28,7 +28,7 @@ from accelerate.utils import AutocastKwargs, DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_strategy.auto.decide import check_batches_come, decide
+from zero_strategy.auto.decide import Decision, check_batches_come, decide
 from zero_strategy.auto.example import Example
 from zero_strategy.checkpoint.deferred import is_deferred
 from zero_strategy.comm.mesh import make_device_mesh
@@ -270,7 +270,8 @@ class ZeroAccelerator(Accelerator):
         take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
         self._models = [known for known in self._models if known is not model]  # whose engine has ended
         if self.zero_config.auto.enabled:
-            self._choose_settings(model)
+            check_batches_come(self.zero_config, "the loader")
+            self.choose_settings(model)
         forward = vars(model).get("forward")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
@@ -307,15 +308,20 @@ class ZeroAccelerator(Accelerator):
             self._attach(optimizer)
         return model
 
-    def _choose_settings(self, model: nn.Module) -> None:
-        """Choose what nobody has set, for the first model."""
-        check_batches_come(self.zero_config, "the loader")
+    def choose_settings(self, model: nn.Module) -> Decision:
+        """Choose what nobody has set (`auto.enabled`), for the first model. A collective.
+
+        Raises:
+            ValueError: If nothing fits; names ways out.
+        """
         steps = self._facts.get("gradient_accumulation_steps", Fact(self.gradient_accumulation_steps, ""))
-        self.zero_config = decide(
+        decision = decide(
             self.zero_config, model, world_size=self.num_processes, device=self.device,
             optimizer=self._optimizer_state, accumulation=int(steps.value), example=self.example,
-        ).config  # fmt: skip
+        )  # fmt: skip
+        self.zero_config = decision.config
         self.slot_training.take_config(self.zero_config)
+        return decision
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
         """Let an optimizer update shards; its model may be prepared later."""

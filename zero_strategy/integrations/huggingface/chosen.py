@@ -1,4 +1,4 @@
-"""A batch by which the settings of a transformers Trainer's training are chosen (`auto.enabled`)."""
+"""Settings that are chosen for a transformers Trainer's training (`auto.enabled`), by a batch of its data."""
 
 from __future__ import annotations
 
@@ -7,17 +7,39 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_strategy.auto.decide import check_batches_come
 from zero_strategy.auto.example import Example, of_dataset
 
 _logger = logging.getLogger(__name__)
 
 
-def trainer_example(trainer: Any) -> Example | None:
-    """A batch of the training data, with the Trainer's loss; None: the data cannot be looked at beforehand.
+def choose_for_trainer(trainer: Any) -> None:
+    """Choose what nobody has set, and with `auto.global_batch` the arguments that make up a batch. A collective.
 
     Args:
-        trainer: Of transformers, before it trains.
+        trainer: Before it trains.
+
+    Raises:
+        ValueError: If nothing fits, or slots make up the batch already; names ways out.
     """
+    accelerator = trainer.accelerator
+    config = accelerator.zero_config
+    if config.reproducible.slots:
+        check_batches_come(config, "reproducible.slots")
+    if accelerator.example is None:
+        accelerator.example = _example(trainer)
+    if trainer.model is None:  # it is made when training begins, and prepared then
+        check_batches_come(config, "the arguments, where model_init makes the model")
+        return
+    decision = accelerator.choose_settings(trainer.model)
+    if config.auto.global_batch:
+        trainer.args.per_device_train_batch_size = decision.rows
+        trainer.args.gradient_accumulation_steps = decision.accumulation
+        trainer._train_batch_size = trainer.args.train_batch_size
+
+
+def _example(trainer: Any) -> Example | None:
+    """A batch of the training data, with the Trainer's loss; None: the data cannot be looked at beforehand."""
     try:
         dataset = trainer.train_dataset
         if type(dataset).__module__.startswith("datasets."):

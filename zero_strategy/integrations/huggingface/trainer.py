@@ -44,7 +44,7 @@ from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.accelerate import ZeroAccelerator
 from zero_strategy.integrations.accelerate.launch import asked_parallelism, without_parallelism
-from zero_strategy.integrations.huggingface.chosen import trainer_example
+from zero_strategy.integrations.huggingface.chosen import choose_for_trainer
 from zero_strategy.integrations.huggingface.sequence_batches import gathered
 from zero_strategy.integrations.huggingface.slots import SlotSteps, fit_arguments
 from zero_strategy.integrations.huggingface.survival import SurvivingSteps, alone_yet, check_survivable
@@ -265,8 +265,8 @@ class ZeroTrainerMixin(SurvivingSteps, SlotSteps):
     def _train(self, resume_from_checkpoint: str | bool | None, *arguments: Any, **keywords: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_resumable(Path(self.args.output_dir)) or "") or True
-        if self.accelerator.zero_config.auto.enabled and self.accelerator.example is None:
-            self.accelerator.example = trainer_example(self)
+        if self.accelerator.zero_config.auto.enabled:
+            choose_for_trainer(self)
         if callback := self._averaging():
             callback.train(lambda: self.zero_engine)
         self.accelerator.doing, self._slot_losses, self._loss_means = f"{type(self).__name__}.train()", [], []
