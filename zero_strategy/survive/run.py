@@ -37,20 +37,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from typing_extensions import Self
 
-from zero_strategy.comm.meeting import RankGoneError
-from zero_strategy.comm.process_group import DEFAULT_TIMEOUT, default_group
-from zero_strategy.comm.store import BarrierError, FailedElsewhereError
-from zero_strategy.comm.transport import break_group
+from zero_strategy.comm.process_group import DEFAULT_TIMEOUT
 from zero_strategy.config import SurviveConfig
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.runtime.torch_private import TCPStore
 from zero_strategy.survive.copies import Copy, MemoryCopies
+from zero_strategy.survive.explained_errors import ExplainedErrors
 from zero_strategy.survive.formation import MembersChangedError, dissolve, form
-from zero_strategy.survive.history import OF_GROUPS, History, Left
+from zero_strategy.survive.history import History, Left
 from zero_strategy.survive.layout import UNKNOWN, Layout, layout_of
 from zero_strategy.survive.membership import ADDRESS, LIGHTHOUSE, PLACE, Member, Membership, World
 from zero_strategy.survive.waiting import wait_to_fit
-from zero_strategy.watchdog.diagnosis import DesyncError, Failure
+from zero_strategy.survive.watched_engines import WatchedEngines
 
 AGENT = "ZERO_STRATEGY_AGENT"
 """Environment variable: the process that removes the run's memory at its end."""
@@ -58,13 +56,6 @@ RUN, RANKS, MEMORY = "ZERO_STRATEGY_RUN", "ZERO_STRATEGY_RANKS", "ZERO_STRATEGY_
 """Environment variables: a name of the run, for its memory; how many processes were launched; a memory file system."""
 _START_SECONDS = 60.0
 """Longest wait for the processes that were launched."""
-_GONE_SECONDS = 2.0
-"""In which a process ends whose connections have broken."""
-_LEFT = "left"
-_DEATHS = {"gone", "stopped", "silent", _LEFT}
-"""Kinds of failures after which the other ranks can go on."""
-_MOST_VAIN = 8
-"""Beginnings after each other that come to no end of a step."""
 
 _kept: list[TCPStore] = []
 """Stores of runs that are over in this process."""
@@ -96,8 +87,7 @@ class Run:
         self._known: World | None = None
         self._asked: Future[World] | None = None
         self._engines: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
-        self._watched: weakref.WeakSet[ZeroEngine] = weakref.WeakSet()
-        self._vain = 0
+        self._watched, self._errors = WatchedEngines(), ExplainedErrors()
         self._everyone: Sequence[Member] = []
         self.history = History()
         self._left = Left("", torn=False)
@@ -214,7 +204,7 @@ class Run:
             OSError: If a host has no memory left for the copy.
         """
         self.watch(engine)
-        self._vain = 0
+        self._errors.step_taken()
         self._step = engine.steps.taken
         # The lighthouse answers when all have asked: meanwhile this rank copies.
         if asks:
@@ -275,12 +265,12 @@ class Run:
                 with self.ended():
                     return train(self, *args, **kwargs)
             except Exception as error:
-                self._check_goes_on(error)
+                self._errors.check_explained(error, self.world)
                 why = str(error).partition("\n")[0]  # then come torch's frames
                 _logger.warning("%s: this process goes on", why)
                 if not self._left.why:  # what then keeps ranks from forming follows from it
                     self._left = Left(why or type(error).__name__, torn=not isinstance(error, MembersChangedError))
-                self._tell(why)
+                self._watched.leave(self.rank, why)
                 # Those who came know that answer of the lighthouse, and form by it.
                 known = error.world if isinstance(error, MembersChangedError) else None
                 # Its frames have the model and the engine.
@@ -307,57 +297,11 @@ class Run:
         for engine in list(self._engines):
             engine.close()
 
-    def _check_goes_on(self, error: Exception) -> None:
-        """Raise the error unless a death explains it: one of the function's own would come again."""
-        if isinstance(error, MembersChangedError):
-            return
-        if isinstance(error, DesyncError) and error.failure is not None:
-            if error.failure.kind in _DEATHS:
-                return
-        self._vain += 1
-        if isinstance(error, DesyncError):
-            # Found within a second, ranks that wait for each other may be ones that are slow: it comes again if not.
-            if error.failure is not None and error.failure.kind == "locked" and self._vain < _MOST_VAIN:
-                return
-            raise error
-        of_groups = isinstance(error, (dist.DistError, BarrierError, FailedElsewhereError, RankGoneError)) or (
-            isinstance(error, RuntimeError) and any(part in str(error) for part in OF_GROUPS)
-        )
-        if of_groups and self._vain < _MOST_VAIN:
-            return  # others have left, who may have known of a death before
-        end = time.monotonic() + _GONE_SECONDS
-        while not self.world.gone():
-            if time.monotonic() > end:
-                raise error
-            time.sleep(0.05)
-
     def watch(self, engine: ZeroEngine) -> None:
-        """Know the training's layout, and let this engine's other ranks be told if this one leaves.
-
-        Every wait for one that has left then ends.
-        """
-        if engine not in self._watched:
-            self._watched.add(engine)
+        """Know the training's layout, and let this engine's other ranks be told if this one leaves."""
+        if self._watched.add(engine):
             self._layout = layout_of(engine, self.world_size)
             self._wait_seconds = engine.config.config.survive.wait_seconds
-            if engine.mesh.watchdog is not None:
-                engine.mesh.watchdog.connect()
-                engine.mesh.watchdog.add_break(self._break_default_group)
-
-    def _break_default_group(self) -> None:
-        """End waits in torch's own collectives, which are a framework's, and of which a watchdog has no record."""
-        if (group := default_group()) is not None:
-            for device in ("cpu", "cuda"):
-                break_group(group, device)
-
-    def _tell(self, why: str) -> None:
-        """Let those who wait for this rank know that it has left: its process is there, and nothing else would end."""
-        failure = Failure(_LEFT, self.rank, f"rank {self.rank} has left: {why}", {})
-        for engine in list(self._watched):
-            watchdog = None if engine.ended else engine.mesh.watchdog
-            if watchdog is not None and watchdog.failure is None:
-                watchdog.fail(failure)
-        self._watched.clear()
 
     def leave(self) -> None:
         """Let go of the engines and groups of a world that is no more."""
