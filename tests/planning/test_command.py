@@ -202,7 +202,7 @@ def test_the_longest_sequences_of_a_model(capsys: pytest.CaptureFixture[str]) ->
         ),
         (("--params", "1e8", "--margin", "1"), "--margin is 1.0"),
         (("--params", "1e8", "--micro-batch", "0"), "--micro-batch is 0"),
-        ((f"{MODELS}:Stack", "--micro-batch", "1"), "plain numbers only"),
+        ((f"{MODELS}:Stack", "--micro-batch", "1"), "factories that return .* --activations 4GB"),
         (("--params", "1e8", "--ranks-per-host", "3"), "ranks_per_host is 3"),
         (("--largest", f"{MODELS}:Stack"), "leave out the model"),
         (("--params", "1e8", "--config", "no_such.yaml"), "no_such.yaml"),

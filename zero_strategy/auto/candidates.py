@@ -158,7 +158,8 @@ def _layouts(config: ZeroConfig, plan: MemoryPlan) -> Iterator[tuple[int, dict[s
     given = (config.offload.optimizer, config.offload.parameters)
     free = [is_open(config, f"offload.{name}") for name in ("optimizer", "parameters")]
     kept_open = all(is_open(config, key) for key in _KEPT[0])
-    stages = (0, 1, 2, 3) if is_open(config, "stage") else (config.stage,)
+    # Stage 1 first: it takes no longer than stage 0, and less memory.
+    stages = (1, 2, 3, 0) if is_open(config, "stage") else (config.stage,)
     for stage, tiers in product(stages, _TIERS):
         if any(not each and tier != own for each, tier, own in zip(free, tiers, given, strict=True)):
             continue

@@ -189,7 +189,7 @@ def micro_batches(
     ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
     most = max(1, asked.auto.global_batch // ranks) if asked.auto.global_batch and example.rows else example.rows
     try:
-        return ForeseenRows(module, example, units_of(module, plan), most), ""
+        return ForeseenRows(module, example, units_of(module, plan), most, plan.compute_dtype), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; keep memory free by auto.margin"
 

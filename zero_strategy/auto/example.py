@@ -95,13 +95,16 @@ class ForeseenRows:
         example: A batch.
         units: Names of the modules that may be computed again.
         most: Rows of the largest micro-batch.
+        dtype: That floating-point parameters take in computation; None: their own.
 
     Raises:
         UnforeseenError: If the model cannot be run without memory.
     """
 
-    def __init__(self, module: nn.Module, example: Example, units: list[str], most: int) -> None:
-        self._module, self._example, self._units = module, example, units
+    def __init__(
+        self, module: nn.Module, example: Example, units: list[str], most: int, dtype: torch.dtype | None = None
+    ) -> None:
+        self._module, self._example, self._units, self._dtype = module, example, units, dtype
         self._most = most or example.rows
         self._ends: dict[str, tuple[Foreseen, Foreseen]] = {}
         self._ends_of("none")
@@ -124,7 +127,7 @@ class ForeseenRows:
 
     def _run(self, mode: str, rows: int) -> Foreseen:
         example = self._example.of_rows(rows) if self._example.rows else self._example
-        return foresee(self._module, example.batch, example.loss, mode=mode, units=self._units)
+        return foresee(self._module, example.batch, example.loss, mode=mode, units=self._units, dtype=self._dtype)
 
     def _on_line(self, first: float, last: float, rows: int) -> float:
         return last if rows >= self._most else first + (last - first) * (rows - 1) / (self._most - 1)

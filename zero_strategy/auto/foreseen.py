@@ -74,7 +74,15 @@ class Foreseen:
         return sum(each.flops * each.count for each in self.work)
 
 
-def foresee(module: nn.Module, batch: Any, loss: Loss, *, mode: str = "none", units: Sequence[str] = ()) -> Foreseen:
+def foresee(
+    module: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    mode: str = "none",
+    units: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> Foreseen:
     """Run a micro-batch without memory; the module, its buffers and random states stay as they are.
 
     Args:
@@ -83,6 +91,7 @@ def foresee(module: nn.Module, batch: Any, loss: Loss, *, mode: str = "none", un
         loss: See `Loss`.
         mode: One of `MODES`.
         units: Names of the modules that are computed again, of which none is inside of another.
+        dtype: That floating-point parameters, buffers and inputs take; None: their own.
 
     Raises:
         UnforeseenError: If the run fails; says why.
@@ -91,8 +100,8 @@ def foresee(module: nn.Module, batch: Any, loss: Loss, *, mode: str = "none", un
     known = weakref.WeakKeyDictionary[Any, int]()
     try:
         with states_kept(), _recomputed(module, mode, units):
-            tensors = {name: _faked(fake, tensor, known) for name, tensor in _named_tensors(module)}
-            given = tree_map(lambda x: _faked(fake, x, known) if isinstance(x, Tensor) else x, batch)
+            tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
+            given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
             live = _Live(known)
             gradients = [
                 tensor.register_post_accumulate_grad_hook(live.drop_gradient)
@@ -125,14 +134,16 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from (*module.named_parameters(prefix="module"), *module.named_buffers(prefix="module"))
 
 
-def _faked(fake: Any, tensor: Tensor, known: Any) -> Tensor:
+def _faked(fake: Any, tensor: Tensor, known: Any, dtype: torch.dtype | None) -> Tensor:
     if tensor.is_meta:  # a model that was built without memory computes on some device
         with fake:
             found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     else:
         found = fake.from_tensor(tensor)
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-        with fake:
+    with fake, torch.no_grad():
+        if dtype is not None and tensor.is_floating_point():
+            found = found.to(dtype)
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             found = found.detach().requires_grad_()
     known[found.untyped_storage()] = 0
     return found

@@ -114,7 +114,8 @@ buffers (of modules), gather buffers (units that are whole under stage 3), gradi
 way), staging (between tiers), snapshot (a checkpoint written in the background), communication (gloo's exchanges),
 handles.
 What lives "inside a step" is counted at its largest. Activations are computed for plain numbers, with --micro-batch (no
-matrix of attention scores is kept); for other models reserve them with --activations.
+matrix of attention scores is kept). Of models they are foreseen by a forward and backward without memory: of a factory
+that returns a batch, and with --micro-batch of models of transformers. Else reserve them with --activations.
 
 Exit status: 0 if it fits, as far as the machine's memory is known; 1 if it does not fit; 2 if it cannot be planned."""
 
@@ -223,7 +224,7 @@ def _add_run(run: Any) -> None:
     run.add_argument("--average", action="store_true", help="a running average of the weights (EMA, SWA) is kept, too")
     run.add_argument("--optimizer-bytes", type=int, metavar="N", help="state of an optimizer of yours, per element")
     run.add_argument("--activations", type=parse_size, default=0, metavar="4GB", help="device bytes reserved, per rank")
-    run.add_argument("--micro-batch", type=int, metavar="N", help="rows: computes activations, for plain numbers")
+    run.add_argument("--micro-batch", type=int, metavar="N", help="rows, by which activations are computed")
     run.add_argument("--accumulation", type=int, metavar="N", help="micro-batches of a step; default: the config's, 1")
     run.add_argument("--sequence", type=int, default=2048, metavar="N", help="tokens of a row (default: %(default)s)")
     run.add_argument("--recompute", action="store_true", help="blocks are run again in backward")
@@ -272,6 +273,12 @@ def _run(options: argparse.Namespace) -> int:
         from zero_strategy.cli.plan_auto import choose_and_tell
 
         return choose_and_tell(plan, settings.config, budget, model if isinstance(model, Built) else None, options)
+    note = ""
+    if isinstance(model, Built) and not options.activations:
+        from zero_strategy.cli.plan_example import foreseen_activations
+
+        nbytes, note = foreseen_activations(model, plan, options.micro_batch, options.sequence)
+        plan = replace(plan, activations=nbytes)
     if options.largest:
         return _largest(plan, budget, options)
     if options.png is not None:
@@ -282,6 +289,8 @@ def _run(options: argparse.Namespace) -> int:
         machine = replace(machine, disk_free=options.disk, disk_path=machine.disk_path or "--disk")
     found = report(plan, budget, machine, options.rank, options.link)
     keys: Any = ("tier", "unit", "category") if options.by_unit else ()
+    if note:
+        found["notes"].append(note)
     print(json.dumps(found, indent=1) if options.json else report_text(plan, found, machine, keys))
     return int(not found["fits"])
 
@@ -322,7 +331,7 @@ def _plan(options: argparse.Namespace, settings: PlannedSettings, model: Any) ->
         ranks_per_host=per_host,
         snapshots=False if options.no_snapshots or options.largest else None,
         activations=options.activations,
-        tokens=_tokens(options),
+        tokens=_tokens(options) if model.costs is not None else 0,
         recompute=options.recompute,
         accumulation=settings.accumulation if options.accumulation is None else options.accumulation,
     )

@@ -6,17 +6,16 @@ import argparse
 import json
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from zero_strategy.auto.choice import Choice, NothingFitsError, choose
 from zero_strategy.auto.decide import units_of
 from zero_strategy.auto.example import CountedRows, Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.roof import ASSUMED_GPU, Roof, measure, measure_drive
-from zero_strategy.cli.plan_model import Built, Finetuning
+from zero_strategy.cli.plan_example import example_of
+from zero_strategy.cli.plan_model import Built
 from zero_strategy.config import ZeroConfig
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget
@@ -39,10 +38,10 @@ def choose_and_tell(
         ValueError: If the ranks do not divide the batch.
     """
     asked = _with_options(given, options)
-    example = None if built is None else _example(built, options)
-    rows = options.micro_batch or (0 if example is None else example[1].rows) or 1
+    example = None if built is None else example_of(built, options.micro_batch, options.sequence)
+    rows = options.micro_batch or (0 if example is None else example.rows) or 1
     roof, source = _roof(plan, asked, options.link)
-    foreseen, unknown = _foreseen(plan, asked, example, rows, options.sequence)
+    foreseen, unknown = _foreseen(plan, asked, example, built, rows, options.sequence)
     try:
         found = choose(asked, plan, budget, roof, foreseen, rows=rows, unknown=unknown)
     except NothingFitsError as error:
@@ -69,16 +68,6 @@ def _with_options(given: ZeroConfig, options: argparse.Namespace) -> ZeroConfig:
         if value is not None:
             owner.record(name, value, "user: option")
     return asked
-
-
-def _example(built: Built, options: argparse.Namespace) -> tuple[nn.Module, Example] | None:
-    """The model with a batch; None: there is none, or its layers compute nothing, as those that stand for others."""
-    if built.finetuning != Finetuning():
-        return None
-    if built.made is None:
-        return built.module, tokens_example(options.micro_batch or 1, options.sequence)
-    found = example_of(built.made, built.module)
-    return None if found is None else (built.module, found)
 
 
 def _text(plan: MemoryPlan, found: Choice, source: str) -> str:
@@ -109,34 +98,16 @@ def _roof(plan: MemoryPlan, asked: ZeroConfig, gigabits: float | None) -> tuple[
 
 
 def _foreseen(
-    plan: MemoryPlan, asked: ZeroConfig, example: tuple[nn.Module, Example] | None, rows: int, tokens: int
+    plan: MemoryPlan, asked: ZeroConfig, example: Example | None, built: Built | None, rows: int, tokens: int
 ) -> tuple[MicroBatches | None, str]:
     """Micro-batches, or why they are not known."""
     if plan.model.costs is not None:
         return CountedRows(plan, tokens), ""
-    if example is None:
+    if example is None or built is None:
         return None, "not known: let the factory return (model, optimizer, batches, loss), or reserve --activations"
-    module, batch = example
     ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
     most = max(rows, asked.auto.global_batch // ranks)
     try:
-        return ForeseenRows(module, batch, units_of(module, plan), most), ""
+        return ForeseenRows(built.module, example, units_of(built.module, plan), most, plan.compute_dtype), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; reserve --activations"
-
-
-def example_of(made: Any, module: nn.Module) -> Example | None:
-    """The example in what a factory returned; None: there is none."""
-    from zero_strategy.verify.subject import subject_of
-
-    try:
-        subject = subject_of(made, 1)
-    except ValueError:
-        return None
-    return Example(subject.batches[0], subject.loss) if subject.model is module else None
-
-
-def tokens_example(rows: int, tokens: int) -> Example:
-    """An example for a model of transformers: tokens that are their own labels."""
-    ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
-    return Example({"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)
