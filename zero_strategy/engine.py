@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
+from zero_strategy.auto.trial import trial_for
 from zero_strategy.checkpoint import StateReader, exports, full_tensors
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
 from zero_strategy.checkpoint.load import Loader
@@ -164,6 +165,7 @@ class ZeroEngine:
         )
         self.model.engine = self
         self.slots = SlotSteps(self.model, zero, self.steps)
+        self._trial = trial_for(zero, self.model.unsharder, self.mesh.control.all_gather_objects, self.mesh.rank)
         self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
         if compute_dtype is not None:
             self.model.cast_buffers(compute_dtype)
@@ -322,6 +324,9 @@ class ZeroEngine:
             if self.average is not None and not self.sharded(optimizer).skipped:
                 self.average.after_step(self.steps.taken)
             self.observed.mark("step over", self.steps.taken)
+            if self._trial is not None:
+                self._trial.step_over()
+                self._trial = None if self._trial.over else self._trial
         else:
             self.observed.mark("optimizer over")
 

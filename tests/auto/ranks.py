@@ -73,3 +73,22 @@ def digest_of_training(settings: dict[str, Any], example: bool) -> tuple[str, in
     text = b"".join(state[name].numpy().tobytes() for name in sorted(state))
     config = engine.config.config
     return hashlib.sha256(text).hexdigest(), config.stage, config.origin_of("stage")
+
+
+def tried(settings: dict[str, Any], steps: int) -> tuple[str, dict[str, Any], int]:
+    """(digest, what gathers are like at the end, choices that were tried) of a training."""
+    rank, module = dist.get_rank(), model()
+    engine = ZeroEngine(module, settings, example=EXAMPLE)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine.attach(optimizer)
+    for step in range(steps):
+        batch = torch.randint(0, 512, (2, LENGTH), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, gathers, config = engine.full_state_dict(), engine.model.unsharder, engine.config.config
+    assert gathers is not None
+    found = {"prefetch": gathers.prefetch, "reshard_after_forward": gathers.reshard_after_forward}
+    assert found == {name: getattr(config, name) for name in found}
+    text = b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    return hashlib.sha256(text).hexdigest(), found, len((config.chosen or {"tried": []})["tried"])

@@ -9,15 +9,15 @@ seconds         see `seconds.py`
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zero_strategy.auto.candidates import Candidate, batches_of, candidates
+from zero_strategy.auto.candidates import Candidate, batches_of, candidates, is_open, pinned
 from zero_strategy.auto.example import MicroBatches
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
-from zero_strategy.config import ZeroConfig
+from zero_strategy.config import ZeroConfig, resolve
 from zero_strategy.planning.ledger import TIERS, Entry, Ledger, Owner
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, Need, needs
@@ -74,7 +74,8 @@ class Choice:
         considered: All, the chosen one first, then in the order of their time; what does not fit comes last.
         activations: How their bytes are known: "foreseen without memory", or why they are not.
         margin: Part of the memory that stays free.
-        left: Candidates that the table leaves out.
+        asked: The config as it was given.
+        tried: Settings that a running engine can change, of which a trial takes the quickest; the first are chosen.
     """
 
     chosen: Considered
@@ -82,6 +83,7 @@ class Choice:
     activations: str
     margin: float
     asked: ZeroConfig = field(repr=False)
+    tried: Sequence[Mapping[str, Any]] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -115,6 +117,7 @@ class Choice:
             "accumulation": self.chosen.candidate.accumulation,
             "activations": self.activations,
             "margin": self.margin,
+            "tried": [dict(each) for each in self.tried],
             "candidates": [_figures(each) for each in told],
             "left out": len(self.considered) - len(told),
         }
@@ -208,7 +211,26 @@ def choose(
     rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
     told = [_with_reason(each, best) for each in rest]
     known = unknown if foreseen is None else "foreseen without memory"
-    return Choice(best, [best, *told], known, budget.margin, asked)
+    return Choice(best, [best, *told], known, budget.margin, asked, _tried(asked, best, budget))
+
+
+def _tried(asked: ZeroConfig, best: Considered, budget: Budget) -> list[dict[str, Any]]:
+    """What stage 3 could gather ahead, and keep, beside what is chosen, as far as it fits."""
+    config, plan = best.candidate.config, best.candidate.plan
+    if config.stage != 3 or plan.resolved.shard == 1 or config.units.may_skip:
+        return []
+    chosen = {"prefetch": config.prefetch, "reshard_after_forward": config.reshard_after_forward}
+    others = [{**chosen, "reshard_after_forward": not config.reshard_after_forward}, {**chosen, "prefetch": 2}]
+    found = [chosen]
+    for settings in others:
+        changed = {key: value for key, value in settings.items() if value != chosen[key]}
+        if not changed or not all(is_open(asked, key) for key in changed) or not config.reshard_after_backward:
+            continue
+        ledger = replace(plan, resolved=resolve(pinned(config, settings), plan.resolved.world_size)).ledger()
+        peak = best.activations + gaps_in(plan, best.activations)
+        if all(need.fits for need in needs(plan, budget, with_activations(ledger, peak))):
+            found.append(settings)
+    return found
 
 
 def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Budget, roof: Roof) -> Considered:
