@@ -111,6 +111,34 @@ def test_the_model_stays_as_it_is() -> None:
     assert "forward" not in vars(model.inner) and all(p.grad is None for p in model.parameters())
 
 
+def test_what_a_module_keeps_is_its_own() -> None:
+    """Tensors without memory would be left in it."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.cache: dict[int, Tensor] = {}
+            self.seen = [torch.ones(1)]
+            self.mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Any:
+            if self.mask is None:
+                self.mask = torch.tril(torch.ones(4, 4))
+            self.cache.setdefault(x.shape[0], torch.arange(4.0))
+            self.seen.append(x)
+            self.new = x
+            return self.layer(x) @ self.mask + self.cache[x.shape[0]]
+
+    model = Keeps()
+    cache, seen, parameters = model.cache, model.seen, dict(model.named_parameters())
+    foresee(model, torch.ones(2, 4), lambda m, x: m(x).sum())
+    assert model.mask is None and not model.cache and len(model.seen) == 1 and not hasattr(model, "new")
+    assert model.cache is cache and model.seen is seen
+    assert all(value is parameters[name] for name, value in model.named_parameters())
+    assert model(torch.ones(2, 4)).shape == (2, 4)
+
+
 def test_a_model_on_the_meta_device_is_foreseen_alike() -> None:
     with torch.device("meta"):
         model = GPT(SIZE, LENGTH)

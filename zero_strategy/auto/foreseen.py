@@ -10,6 +10,7 @@ A module whose forward looks at values (`if x.sum() > 0`, `.item()`) cannot be f
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
 import weakref
@@ -99,7 +100,7 @@ def foresee(
     fake = fake_tensors()
     known = weakref.WeakKeyDictionary[Any, int]()
     try:
-        with states_kept(), _recomputed(module, mode, units):
+        with states_kept(), _attributes_kept(module), _recomputed(module, mode, units):
             tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
             given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
             live = _Live(known)
@@ -242,6 +243,28 @@ def states_kept() -> Iterator[None]:
         if drawn is not None:
             numpy.random.set_state(drawn)
         torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, modules may keep tensors, such as a mask that they make once; afterwards they have what they had."""
+    kept = []
+    for each in module.modules():
+        own = vars(each)
+        containers = [(value, copy.copy(value)) for value in own.values() if isinstance(value, (list, dict, set))]
+        kept.append((own, dict(own), containers))
+    try:
+        yield
+    finally:
+        for own, values, containers in kept:
+            own.clear()
+            own.update(values)
+            for container, content in containers:
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content)
+                else:
+                    container.update(content)
 
 
 @contextlib.contextmanager
