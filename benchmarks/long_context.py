@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from benchmarks.gpt import SIZES, GPTSize
 from benchmarks.memory_plan import MMAP_THRESHOLD_BYTES, Meter, give_back_freed
 from tests.launcher import RankPool
-from zero_strategy.cli.plan_fit import gpt_shape, longest_sequences
+from zero_strategy.cli.plan_largest import longest_sequences
 from zero_strategy.config import load_config, resolve
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget
 from zero_strategy.runtime.terminal import size, table

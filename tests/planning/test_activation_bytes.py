@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from tests.activation.alive import Alive
-from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.model_shape import GRADIENTS, ModelShape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)

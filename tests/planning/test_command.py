@@ -12,9 +12,9 @@ import torch
 
 from tests.planning.models import Stack, gpt
 from zero_strategy.cli import main
-from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.cli.plan_model import shape_of_numbers
 from zero_strategy.config import load_config
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.model_shape import ModelShape
 
 MODELS = "tests.planning.models"

@@ -19,10 +19,11 @@ from tests.launcher import Launcher
 from tests.planning.models import Mixture, Stack
 from tests.planning.test_command import MODELS, as_json, run
 from tests.planning.test_ledger import peaks_of_step
-from zero_strategy.cli.plan_fit import changes_that_fit, gather_advice, gpt_shape
 from zero_strategy.config import UnitsConfig, load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.layout import build_layout
+from zero_strategy.planning.changes import changes_that_fit, gather_advice
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.ledger import COMMUNICATORS, Entry
 from zero_strategy.planning.memory_plan import ASSUMED_COMMUNICATOR_BYTES, MemoryPlan
 from zero_strategy.planning.model_shape import ModelShape

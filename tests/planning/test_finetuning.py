@@ -24,12 +24,12 @@ from tests.launcher import Launcher
 from tests.planning.models import gpt
 from tests.planning.test_command import as_json, run
 from tests.quantized.layers import KINDS, SETTINGS, Net, quantised
-from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.cli.plan_model import Finetuning
 from zero_strategy.config import UnitsConfig, load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.integrations.engine_of import engine_of
 from zero_strategy.planning.finetuning import finetuned
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.ledger import DEQUANTISED, Entry
 from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.quantized.foreseen import QUANTISATIONS

@@ -8,20 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_strategy.cli.plan_fit import (
-    changes_that_fit,
-    gpt_shape,
-    kept_bytes,
-    largest_models,
-    moved_bytes,
-    notes,
-    suggestions,
-    with_resident,
-)
+from zero_strategy.cli.plan_largest import largest_models
 from zero_strategy.cli.plan_model import family_shape
 from zero_strategy.config import load_config
 from zero_strategy.offload.chunk_store import PAGE_BYTES
 from zero_strategy.planning.buckets import Offload
+from zero_strategy.planning.changes import changes_that_fit, kept_bytes, moved_bytes, notes, suggestions, with_resident
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from tests.engine.nets import loss_of, net
 from tests.fsdp.test_memory_peaks import Tower, bytes_of
 from tests.launcher import Launcher
-from zero_strategy.cli.plan_fit import gpt_shape
 from zero_strategy.config import ZeroConfig, load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.gathered_parameters import GatheredParameters
 from zero_strategy.fsdp.grad_bucket import GradientBucket
 from zero_strategy.fsdp.param_bucket import ParameterBucket
+from zero_strategy.planning.gpt_shape import gpt_shape
 from zero_strategy.planning.ledger import COMMUNICATORS, Bytes, Entry, Ledger, Owner, allocated
 from zero_strategy.planning.memory_plan import ASSUMED_COMMUNICATOR_BYTES
 from zero_strategy.planning.model_shape import ModelShape

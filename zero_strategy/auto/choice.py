@@ -18,6 +18,7 @@ from zero_strategy.auto.example import MicroBatches
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
+from zero_strategy.planning.changes import changes_that_fit
 from zero_strategy.planning.ledger import TIERS, Entry, Ledger, Owner
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, Need, needs
@@ -204,7 +205,7 @@ def choose(
     ]
     fitting = [each for each in found if each.fits]
     if not fitting:
-        raise NothingFitsError(_nearest(min(found, key=lambda each: each.excess), plan, asked))
+        raise NothingFitsError(_nearest(min(found, key=lambda each: each.excess), budget, asked))
     quickest = min(each.seconds.total for each in fitting)
     # The first of those that are alike: candidates come in the order of what they change.
     best = next(each for each in fitting if each.seconds.total <= quickest * (1 + _NEAR))
@@ -269,11 +270,14 @@ def _with_reason(each: Considered, best: Considered) -> Considered:
     return Considered(each.candidate, each.activations, each.needs, each.seconds, why)
 
 
-def _nearest(nearest: Considered, plan: MemoryPlan, asked: ZeroConfig) -> str:
-    """Why nothing fits, and ways out."""
+def _nearest(nearest: Considered, budget: Budget, asked: ZeroConfig) -> str:
+    """Why nothing fits, and ways out: first changes with which this candidate does."""
+    plan, peak = nearest.candidate.plan, nearest.activations
     lacking = next(need for need in nearest.needs if not need.fits)
     assert lacking.there is not None
-    ways = ["more ranks", "a smaller model, or shorter sequences"]
+    whole = replace(plan, activations=peak + gaps_in(plan, peak))
+    ways = [f"it fits with {', '.join(change.what)}" for change in changes_that_fit(whole, budget)]
+    ways.append("a smaller model, or shorter sequences")
     if not asked.offload.nvme_path:
         ways.insert(0, "offload.nvme_path: [a directory on a drive]")
     if not asked.auto.global_batch and nearest.activations:

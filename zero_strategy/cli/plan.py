@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_strategy.cli.plan_fit import (
+from zero_strategy.cli.plan_largest import (
     largest_json,
     largest_models,
     largest_table,

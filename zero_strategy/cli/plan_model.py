@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_strategy.cli.plan_fit import GPT_LINEARS, gpt_shape
 from zero_strategy.cli.verify import sentence
 from zero_strategy.config import UnitsConfig
 from zero_strategy.fsdp.materialize import parameters_on_meta
 from zero_strategy.planning.finetuning import finetuned, finetuned_shape, told
+from zero_strategy.planning.gpt_shape import GPT_LINEARS, gpt_shape
 from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.runtime import bounded_json
 from zero_strategy.runtime.regular_files import read_text
