@@ -24,7 +24,8 @@ from benchmarks.slots import digest_of
 from zero_strategy.checkpoint.memory_writer import MemoryPieceWriter
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.survive import Run, survive
+from zero_strategy.survive import Run, formation, survive
+from zero_strategy.survive import run as running
 from zero_strategy.survive.copies import MemoryCopies
 
 SLOTS = 12
@@ -60,7 +61,7 @@ class Deaths:
     """
 
     def __init__(self, folder: Path, planned: list[list[Any]]) -> None:
-        self._folder, self._planned = folder, planned
+        self.folder, self._planned = folder, planned
         self.step, self.rank = 0, 0
 
     def at(self, phase: str, *_: object) -> None:
@@ -68,11 +69,16 @@ class Deaths:
         for number, (step, planned, rank, *how) in enumerate(self._planned):
             if (step, planned, rank) == (self.step, phase, self.rank):
                 try:
-                    (self._folder / f"death{number}").touch(exist_ok=False)
+                    (self.folder / f"death{number}").touch(exist_ok=False)
                 except FileExistsError:
                     continue
                 os.kill(os.getpid(), getattr(signal, how[0]) if how else signal.SIGKILL)
                 time.sleep(60)  # a stopped process does not come back at once
+
+    def forming(self) -> None:
+        """Die while ranks form: at the start, where one comes to others who train, or where those are left anew."""
+        trained = any(self.folder.glob("*.jsonl"))
+        self.at("rebuild" if self.step else "rejoin" if trained else "form")
 
     def inside(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that dies on its way in."""
@@ -118,6 +124,9 @@ def train(run: Run | None, config: dict[str, Any], steps: int, deaths: Deaths, t
         scheduler.step()
         optimizer.zero_grad()
         deaths_told = engine.step_metrics().get("zero/deaths")
+        if run is not None and step % 6 == 5:
+            engine.save(deaths.folder / "saved", asynchronous=True)
+            deaths.at("save")
         told(step=step, rank=0 if run is None else run.rank, lr=scheduler.get_last_lr()[0], deaths=deaths_told)
         if run is not None:
             run.commit(engine, {"step": step + 1, "scheduler": scheduler.state_dict()})
@@ -133,6 +142,14 @@ def main(train: Training, name: str, config: str, steps: str, planned: str) -> N
         (MemoryCopies, "restore", "restore"),
     ):  # fmt: skip
         setattr(owner, method, deaths.inside(phase, getattr(owner, method)))
+
+    form = formation.form
+
+    def forming(*args: Any, **keywords: Any) -> str:
+        deaths.forming()
+        return form(*args, **keywords)
+
+    running.form = forming  # type: ignore[assignment, attr-defined, unused-ignore]
 
     def told(**what: Any) -> None:
         with (folder / f"{os.getpid()}.jsonl").open("a") as file:

@@ -69,6 +69,14 @@ def test_deaths_in_every_phase(tmp_path: Path, stage: int) -> None:
     assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": stage})}
 
 
+def test_deaths_while_ranks_form_and_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """At the start, of one who is left, of one who comes; the last in the background save of a checkpoint."""
+    deaths: list[list[Any]] = [[0, "form", 0], [3, "backward", 1], [3, "rebuild", 0], [0, "rejoin", 0], [11, "save", 1]]
+    said = run(tmp_path, {"stage": 3}, deaths, 3)
+    assert len(list(tmp_path.glob("death*"))) == len(deaths), said
+    assert digests(tmp_path) == {undisturbed(tmp_path, {"stage": 3})}
+
+
 def test_two_at_once_and_the_first_rank(tmp_path: Path) -> None:
     """The report tells of all, also of those of the rank that writes it."""
     deaths: list[list[Any]] = [[0, "begin", 0], [4, "backward", 0], [4, "backward", 1], [12, "forward", 0]]
