@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,30 @@ def tried(settings: dict[str, Any], steps: int) -> tuple[str, dict[str, Any], in
     assert found == {name: getattr(config, name) for name in found}
     text = b"".join(state[name].numpy().tobytes() for name in sorted(state))
     return hashlib.sha256(text).hexdigest(), found, len((config.chosen or {"tried": []})["tried"])
+
+
+def error_of(settings: dict[str, Any], example: Example) -> str:
+    try:
+        decide(load_config(settings), model(), world_size=dist.get_world_size(), example=example)
+    except ValueError as error:
+        return str(error)
+    return "decided"
+
+
+def broken_example(settings: dict[str, Any]) -> str:
+    """The error of a model that keeps tensors of the run without memory; rank 0 alone runs it."""
+    kept: list[Tensor] = []
+
+    def keeps(module: nn.Module, batch: Tensor) -> Tensor:
+        kept.append(batch)
+        return loss(module, batch)
+
+    found = error_of(settings, Example(EXAMPLE.batch, keeps)).replace("LeftBehindError: ", "RuntimeError: ")
+    return found
+
+
+def without_a_place(settings: dict[str, Any]) -> str:
+    """The error where rank 1 alone cannot make the directory of a drive."""
+    if dist.get_rank() == 0:
+        settings = {**settings, "offload": {"nvme_path": [tempfile.mkdtemp()]}}
+    return error_of(settings, EXAMPLE)

@@ -18,7 +18,7 @@ from zero_strategy.auto.decide import micro_batches, replace_auto
 from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import foresee
 from zero_strategy.auto.roof import Roof
-from zero_strategy.config import ZeroConfig, load_config
+from zero_strategy.config import AutoConfig, ZeroConfig, load_config
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
 from zero_strategy.planning.room import Budget
 
@@ -164,6 +164,47 @@ def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
         batches_of(asked, 4, 0, 1)
 
 
+def test_rows_that_are_not_known_stay() -> None:
+    asked = load_config(stage="auto", auto={"global_batch": 16})
+    assert batches_of(asked, 2, 4, 1, divides=False) == [(4, 2)]
+    with pytest.raises(ValueError, match=r"auto\.global_batch is 16, 8 rows of a rank, and nothing is known of"):
+        batches_of(asked, 2, 3, 1, divides=False)
+    with pytest.raises(ValueError, match="give an Example"):
+        choice_of(asked, 2, None, example=None)
+
+
+def test_many_batches_are_spread() -> None:
+    found = batches_of(load_config(stage="auto", auto={"global_batch": 5040}), 1, 0, 1)
+    assert len(found) == 8 and found[0] == (5040, 1) and found[-1] == (1, 5040)
+
+
+def test_stages_that_a_setting_does_not_allow_are_left_out() -> None:
+    asked = load_config(stage="auto", offload={"optimizer": "nvme", "parameters": "nvme", "nvme_path": ["/drive"]})
+    assert {each.candidate.config.stage for each in choice_of(asked, 2, None).considered} == {3}
+    pair = load_config(stage="auto", offload={"optimizer": "cpu", "parameters": "nvme", "nvme_path": ["/drive"]})
+    config = choice_of(pair, 2, None).chosen.candidate.config
+    assert (config.offload.optimizer, config.offload.parameters) == ("cpu", "nvme")
+
+
+def test_other_modes_count_as_none() -> None:
+    asked = load_config(stage="auto", activation_checkpointing={"mode": "every_n", "every_n": 2})
+    plain = choice_of(load_config(stage="auto"), 2, None).chosen.activations
+    assert choice_of(asked, 2, None).chosen.activations == plain
+
+
+def test_ranks_that_divide_sequences_get_the_same_rows() -> None:
+    asked = load_config(stage="auto", auto={"global_batch": 16}, mesh={"sequence": 2})
+    candidate = choice_of(asked, 4, None).chosen.candidate
+    assert candidate.rows * candidate.accumulation * 2 == 16
+
+
+def test_a_section_beside_the_word() -> None:
+    config = load_config({"stage": "auto", "auto": AutoConfig(global_batch=8)})
+    assert config.auto.enabled and config.auto.global_batch == 8
+    with pytest.raises(ValueError, match="stage is 'auto', and auto is False"):
+        load_config({"stage": "auto", "auto": False})
+
+
 def test_stage_auto_is_a_word_for_it() -> None:
     config = load_config({"stage": "auto"})
     assert config.auto.enabled and config.origin_of("auto.enabled") == "user: mapping"
@@ -176,6 +217,6 @@ def test_stage_auto_is_a_word_for_it() -> None:
 
 def test_a_rank_alone_has_one_stage_for_each_tier() -> None:
     asked = load_config(stage="auto", offload={"nvme_path": ["/drive"]})
-    found = candidates(asked, plan_of(asked, 1), [(1, 1)], recomputes=False)
+    found = candidates(asked, plan_of(asked, 1), [(1, 1)], modes=())
     layouts = {(each.config.stage, each.config.offload.optimizer, each.config.offload.parameters) for each in found}
     assert layouts == {(0, "none", "none"), (0, "nvme", "none"), (3, "nvme", "nvme")}

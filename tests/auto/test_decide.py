@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.auto.ranks import EXAMPLE, digest_of_training, loss, model, with_caps
+from tests.auto.ranks import (
+    EXAMPLE,
+    broken_example,
+    digest_of_training,
+    loss,
+    model,
+    with_caps,
+    without_a_place,
+)
 from tests.launcher import Launcher
 from zero_strategy import ZeroEngine
 from zero_strategy.auto.candidates import CHOSEN
@@ -110,13 +118,22 @@ def test_nobody_chooses_where_it_cannot_be() -> None:
 def test_the_scarcest_host_counts() -> None:
     own = 32 << 20
     rooms = [
-        ("a", Machine(host_free=100 + 3 * own)),
-        ("a", Machine(host_free=90 + 2 * own, process_free=40 + own)),
-        ("b", Machine(host_free=80 + 2 * own)),
+        ("a", Machine(host_free=100 + 3 * own, gpu_free=7), 5),
+        ("a", Machine(host_free=90 + 2 * own, process_free=40 + own, gpu_free=9), 6),
+        ("b", Machine(host_free=80 + 2 * own, gpu_free=8), 5),
     ]
-    budget, per_host = least_room(rooms, 0.2, present=5)
+    budget, per_host = least_room(rooms, 0.2, on_host=True)
     assert (budget.host, budget.process, budget.margin, per_host) == (90, 45, 0.2, 2)
-    assert least_room([("a", Machine(process_free=3))], 0.2, present=5)[0].process == 0
+    assert least_room([("a", Machine(process_free=3), 5)], 0.2, on_host=True)[0].process == 0
+    # On a device the model makes way there.
+    assert least_room(rooms, 0.2, on_host=False)[0].device == 12
+
+
+def test_an_error_of_one_rank_is_one_of_all(ranks: Launcher) -> None:
+    found = ranks(2, timeout=60)(broken_example, {"stage": "auto"})
+    assert found[0] == found[1] and found[0].startswith("RuntimeError: ")
+    found = ranks(2, timeout=60)(without_a_place, {"stage": "auto", "offload": {"nvme_path": ["/proc/nowhere"]}})
+    assert found[0] == found[1] and "settings cannot be chosen (auto.enabled): rank 1: " in found[0]
 
 
 def test_a_batch_of_a_data_set_has_its_largest_items() -> None:

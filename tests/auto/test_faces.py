@@ -71,6 +71,23 @@ def test_a_choice_under_lightning(tmp_path: Path) -> None:
     assert "auto.enabled" in text
 
 
+def test_an_evaluation_chooses_for_itself(tmp_path: Path) -> None:
+    """What is trained afterwards is chosen with a batch of its data; another module, too."""
+    strategy = ZeroStrategy(stage="auto")
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    module = Lit()
+    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign, assignment]
+    trainer.validate(module, DataLoader(rows(), 4), verbose=False)
+    assert strategy.config.chosen["activations"].startswith("not known")
+    before = digest(module)
+    trainer.fit(module, DataLoader(rows(), 4))
+    assert strategy.config.chosen["activations"] == "foreseen without memory" and digest(module) != before
+    assert strategy.config.auto.enabled is False
+
+
 def test_a_choice_under_fabric() -> None:
     from lightning.fabric import Fabric
 

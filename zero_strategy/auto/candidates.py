@@ -79,13 +79,16 @@ def is_open(config: ZeroConfig, key: str) -> bool:
     return config.origin_of(key) == DEFAULT
 
 
-def batches_of(config: ZeroConfig, world_size: int, rows: int, accumulation: int) -> list[tuple[int, int]]:
+def batches_of(
+    config: ZeroConfig, world_size: int, rows: int, accumulation: int, *, divides: bool = True
+) -> list[tuple[int, int]]:
     """(rows of a micro-batch, micro-batches of a step) that make up the wanted batch, the largest rows first.
 
     Args:
         config: `auto.global_batch` is the batch of a step.
-        world_size: Data-parallel ranks.
+        world_size: Ranks that get different rows.
         rows, accumulation: As they are, where no batch is wanted.
+        divides: Micro-batches of any rows are known; else those of `rows` are.
 
     Raises:
         ValueError: If the ranks do not divide it; names the nearest ones that they do.
@@ -102,16 +105,29 @@ def batches_of(config: ZeroConfig, world_size: int, rows: int, accumulation: int
     if slots:
         return [(wanted // slots, slots // world_size)]
     share = wanted // world_size
-    return [(share // count, count) for count in range(1, share + 1) if share % count == 0]
+    if divides:
+        return _spread([(share // count, count) for count in range(1, share + 1) if share % count == 0])
+    if rows and share % rows == 0:
+        return [(rows, share // rows)]
+    raise ValueError(
+        f"auto.global_batch is {wanted}, {share} rows of a rank, and nothing is known of micro-batches of other rows "
+        f"than {rows or 'those of the loader'}: give an Example of which all tensors have as many rows, or leave it out"
+    )
+
+
+_BATCHES = 8
+"""Micro-batches of so many different rows are looked at."""
+
+
+def _spread(batches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The first and the last, and some between."""
+    if len(batches) <= _BATCHES:
+        return batches
+    return [batches[round(number * (len(batches) - 1) / (_BATCHES - 1))] for number in range(_BATCHES)]
 
 
 def candidates(
-    asked: ZeroConfig,
-    plan: MemoryPlan,
-    batches: Sequence[tuple[int, int]],
-    *,
-    recomputes: bool,
-    most: int = 400,
+    asked: ZeroConfig, plan: MemoryPlan, batches: Sequence[tuple[int, int]], *, modes: Sequence[str] = ()
 ) -> Iterator[Candidate]:
     """All candidates, those that change less before others.
 
@@ -119,30 +135,39 @@ def candidates(
         asked: The config as it was given.
         plan: Of it.
         batches: See `batches_of`.
-        recomputes: The model has units that can be computed again.
-        most: Batches of more micro-batches are left out if there are more candidates.
+        modes: Of activation checkpointing, that are known beside none.
+
+    Raises:
+        ValueError: If no combination is one that the settings allow; says why the last one is not.
     """
-    found = list(_open_settings(asked, plan, recomputes))
-    batches = list(batches)[: max(1, most // len(found))]
-    planned: dict[Any, tuple[MemoryPlan, Ledger]] = {}
+    planned: dict[Any, tuple[MemoryPlan, Ledger] | None] = {}
+    refused, some = ValueError("there is no combination of settings to choose from"), False
     for rows, accumulation in batches:
-        for settings in found:
+        for settings in _open_settings(asked, plan, modes):
             # Plans are the same for all that is computed again, and for two micro-batches or more.
             held = {key: value for key, value in settings.items() if key != "activation_checkpointing.mode"}
             key = tuple(held.items()), accumulation > 1
             if key not in planned:
-                changed = _changed(asked, plan, held, accumulation)
-                planned[key] = changed, changed.ledger()
-            changed, ledger = planned[key]
+                try:
+                    changed = _changed(asked, plan, held, accumulation)
+                    planned[key] = changed, changed.ledger()
+                except ValueError as error:  # a setting of the user's that this stage has no place for
+                    planned[key], refused = None, error
+            if (found := planned[key]) is None:
+                continue
+            changed, ledger = found
             if "activation_checkpointing.mode" in settings:
                 changed = _with_mode(changed, settings["activation_checkpointing.mode"])
+            some = True
             yield Candidate(settings, rows, accumulation, changed, ledger)
+    if not some:
+        raise refused
 
 
-def _open_settings(config: ZeroConfig, plan: MemoryPlan, recomputes: bool) -> Iterator[dict[str, Any]]:
+def _open_settings(config: ZeroConfig, plan: MemoryPlan, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
     choices: list[list[dict[str, Any]]] = [
         [{"stage": stage, **tiers, **kept} for stage, tiers, kept in _layouts(config, plan)],
-        _values(config, "activation_checkpointing.mode", MODES if recomputes else MODES[:1]),
+        _values(config, "activation_checkpointing.mode", modes or MODES[:1]),
         _values(config, "checkpoint.asynchronous", (True, False) if plan.snapshots else (False,)),
     ]
     for parts in product(*choices):
@@ -160,7 +185,8 @@ def _layouts(config: ZeroConfig, plan: MemoryPlan) -> Iterator[tuple[int, dict[s
     kept_open = all(is_open(config, key) for key in _KEPT[0])
     # Stage 1 first: it takes no longer than stage 0, and less memory.
     stages = (1, 2, 3, 0) if is_open(config, "stage") else (config.stage,)
-    for stage, tiers in product(stages, _TIERS):
+    # A pair that a user has set may be another one.
+    for stage, tiers in product(stages, dict.fromkeys((*_TIERS, given))):
         if any(not each and tier != own for each, tier, own in zip(free, tiers, given, strict=True)):
             continue
         if not _possible(config, plan.device_type, stage, tiers, ranks):

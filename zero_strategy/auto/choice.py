@@ -139,8 +139,9 @@ class Choice:
             for part in path:
                 where = where.setdefault(part, {})
             where[name] = value
-        text: str = yaml.safe_dump(nested, sort_keys=False)
-        return text
+        candidate = self.chosen.candidate
+        batch = f"# micro-batches of {candidate.rows or '?'} row(s), {candidate.accumulation} a step"
+        return f"{batch}\n{yaml.safe_dump(nested, sort_keys=False)}"
 
 
 def _figures(each: Considered) -> dict[str, Any]:
@@ -196,12 +197,12 @@ def choose(
         NothingFitsError: If nothing fits; names what is nearest, and ways out.
         ValueError: If the ranks do not divide `auto.global_batch`.
     """
-    ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
-    batches = batches_of(asked, ranks, rows, plan.accumulation)
+    divides = foreseen is not None and not foreseen.rows
+    batches = batches_of(asked, shares_of(plan), rows, plan.accumulation, divides=divides)
 
     found = [
         _considered(each, foreseen, budget, roof)
-        for each in candidates(asked, plan, batches, recomputes=foreseen is not None)
+        for each in candidates(asked, plan, batches, modes=() if foreseen is None else foreseen.modes)
     ]
     fitting = [each for each in found if each.fits]
     if not fitting:
@@ -241,6 +242,11 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
         seconds = foreseen.seconds(candidate.mode, candidate.rows, roof)
     found = needs(candidate.plan, budget, with_activations(candidate.ledger, peak + gaps_in(candidate.plan, peak)))
     return Considered(candidate, peak, found, seconds_of(candidate, seconds, roof))
+
+
+def shares_of(plan: MemoryPlan) -> int:
+    """Ranks that get different rows: those that divide sequences or layers get the same."""
+    return plan.resolved.shard * plan.resolved.config.mesh.replicate // plan.resolved.config.mesh.sequence
 
 
 def gaps_in(plan: MemoryPlan, activations: int) -> int:

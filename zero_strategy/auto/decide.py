@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto.candidates import pinned
-from zero_strategy.auto.choice import SHOWN, Choice, choose
+from zero_strategy.auto.choice import SHOWN, Choice, choose, shares_of
 from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
@@ -65,6 +67,7 @@ def decide(
     optimizer: str | OptimizerState = "AdamW",
     accumulation: int = 1,
     example: Example | None = None,
+    rows: int = 0,
     told: int = SHOWN,
 ) -> Decision:
     """Choose what nobody has set. A collective of the default process group, if there is one.
@@ -78,15 +81,13 @@ def decide(
         optimizer: What it keeps; a class name, or an `OptimizerState`.
         accumulation: Micro-batches of a step, where `auto.global_batch` does not make them.
         example: A batch, by which activations are foreseen; of rank 0.
+        rows: Of a micro-batch, where there is no example.
         told: Candidates of which there are figures, at most.
 
     Raises:
         ValueError: On all ranks alike: if nothing fits, or settings contradict each other; names a way out.
     """
     place, first = device or torch.device("cpu"), _rank() == 0
-    drive = asked.offload.nvme_path[0] if asked.offload.nvme_path else None
-    if drive is not None:
-        os.makedirs(drive, exist_ok=True)
 
     def foreseen() -> Callable[[Budget, int, Roof], Choice]:
         plan = plan_model(
@@ -94,19 +95,24 @@ def decide(
             device=place, accumulation=accumulation,
         )  # fmt: skip
         batches, unknown = micro_batches(asked, plan, module, example)
-        rows = 0 if example is None else example.rows
+        given = rows if example is None else example.rows
 
         def chosen(budget: Budget, per_host: int, roof: Roof) -> Choice:
             here = replace(plan, ranks_per_host=per_host)
-            return choose(asked, here, budget, roof, batches, rows=rows, unknown=unknown)
+            return choose(without_drive if budget.disk is None else asked, here, budget, roof, batches, rows=given,
+                          unknown=unknown)  # fmt: skip
 
         return chosen
 
     # First, as it takes memory for torch's tracing; what then is left may be planned with.
     choose_by, refused = _or_refusal(foreseen) if first else (None, "")
+    drives = _made_by_all(partial(_drive_of, asked))
+    drive = drives[_rank()] if all(drives) else None  # else some ranks would find no place for their files
+    without_drive = deepcopy(asked)
+    without_drive.offload.nvme_path = []
     roof = _slowest(place, compute_dtype or torch.float32, drive)
-    rooms = _gathered((os.uname().nodename, Machine.here(drive)))
-    budget, per_host = least_room(rooms, asked.auto.margin, _present_bytes(module, place))
+    rooms = _gathered((os.uname().nodename, Machine.here(drive), present_bytes(module, place)))
+    budget, per_host = least_room(rooms, asked.auto.margin, on_host=place.type == "cpu")
     answer: Any = refused
     if choose_by is not None:
         choice, refused = _or_refusal(lambda: choose_by(budget, per_host, roof))
@@ -153,16 +159,21 @@ def _slowest(device: torch.device, dtype: torch.dtype, drive: str | None) -> Roo
     return roof
 
 
+def _drive_of(config: ZeroConfig) -> str:
+    """The directory for offload, which is there afterwards; "": there is none."""
+    if not config.offload.nvme_path:
+        return ""
+    os.makedirs(config.offload.nvme_path[0], exist_ok=True)
+    return config.offload.nvme_path[0]
+
+
 def _made_by_all(make: Callable[[], Any]) -> list[Any]:
     """Results of all ranks; where one of them raises, all do."""
-    try:
-        own, error = make(), ""
-    except (RuntimeError, OSError, MemoryError) as raised:
-        own, error = None, f"rank {_rank()}: {str(raised).partition(chr(10))[0]}"
+    own, error = _or_refusal(make)
     found = _gathered((own, error))
-    errors = [text for _, text in found if text]
+    errors = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
     if errors:
-        raise ValueError(f"auto.enabled: speeds cannot be measured: {'; '.join(errors)}")
+        raise ValueError(f"settings cannot be chosen (auto.enabled): {'; '.join(errors)}")
     return [each for each, _ in found]
 
 
@@ -186,8 +197,8 @@ def micro_batches(
     """Micro-batches of a module, foreseen by an example, or why they are not known."""
     if example is None:
         return None, "not known, as there is no example of a batch: keep memory free by auto.margin"
-    ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
-    most = max(1, asked.auto.global_batch // ranks) if asked.auto.global_batch and example.rows else example.rows
+    wanted = asked.auto.global_batch // shares_of(plan)
+    most = max(1, wanted) if wanted and example.rows else example.rows
     try:
         return ForeseenRows(module, example, units_of(module, plan), most, plan.compute_dtype), ""
     except UnforeseenError as error:
@@ -211,46 +222,50 @@ _OWN_BYTES = 32 << 20
 """Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made."""
 
 
-def least_room(rooms: list[tuple[str, Machine]], margin: float, present: int) -> tuple[Budget, int]:
+def least_room(rooms: list[tuple[str, Machine, int]], margin: float, *, on_host: bool) -> tuple[Budget, int]:
     """Memory of the scarcest rank or host, and the most ranks of a host.
 
     Args:
-        rooms: Of each rank: a name of its host, and its machine.
+        rooms: Of each rank: a name of its host, its machine, and bytes of its model that make way for what is planned.
         margin: That stays free.
-        present: Bytes of the model that lie on the host now, and make way for what is planned.
+        on_host: Ranks compute there; else on devices of their own.
     """
-    names = [name for name, _ in rooms]
+    names = [name for name, *_ in rooms]
     per_host = max(names.count(name) for name in names)
 
     def least(values: list[int | None]) -> int | None:
         return min((value for value in values if value is not None), default=None)
 
-    host = least([machine.host_free for _, machine in rooms])
-    process = least([machine.process_free for _, machine in rooms])
-    more = present - _OWN_BYTES
+    present = min(nbytes for *_, nbytes in rooms)
+    host = least([machine.host_free for _, machine, _ in rooms])
+    process = least([machine.process_free for _, machine, _ in rooms])
+    device = least([machine.gpu_free for _, machine, _ in rooms])
+    more = (present if on_host else 0) - _OWN_BYTES
     budget = Budget(
-        device=least([machine.gpu_free for _, machine in rooms]),
+        device=None if device is None else device + (0 if on_host else present),
         host=None if host is None else max(0, host + more * per_host),
-        disk=least([machine.disk_free for _, machine in rooms]),
+        disk=least([machine.disk_free for _, machine, _ in rooms]),
         margin=margin,
         process=None if process is None else max(0, process + more),
     )
     return budget, per_host
 
 
-def _present_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes of parameters that lie on the host where the model computes there, too."""
-    if device.type != "cpu":
-        return 0
-    return sum(p.numel() * p.itemsize for p in module.parameters() if p.device.type == "cpu")
+def present_bytes(module: nn.Module, device: torch.device) -> int:
+    """Bytes of parameters that lie where the model computes, in memory that is this process's alone."""
+    return sum(
+        p.numel() * p.itemsize for p in module.parameters() if p.device.type == device.type and not p.is_shared()
+    )  # fmt: skip
 
 
 def _or_refusal(make: Callable[[], T]) -> tuple[T | None, str]:
-    """The result, or the text of a ValueError."""
+    """The result, or the text of an error: other ranks wait for this one, and are told."""
     try:
         return make(), ""
     except ValueError as error:
         return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _answer(choice: Choice, told: int) -> Any:

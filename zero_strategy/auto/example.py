@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.auto.foreseen import Foreseen, Loss, foresee, states_kept
+from zero_strategy.auto.foreseen import MODES, Foreseen, Loss, UnforeseenError, foresee, states_kept
 from zero_strategy.auto.roof import Roof
 from zero_strategy.config import ActivationCheckpointingConfig
 from zero_strategy.planning.memory_plan import MemoryPlan
@@ -23,10 +23,14 @@ class Example:
     Attributes:
         batch: Any nesting of tensors, whose first dimension is that of rows.
         loss: See `foreseen.Loss`.
+        trains: Modules are in training mode when they train, whatever they are in now.
+        autocast: Dtype of autocast around the loss; None: there is none, or the loss has its own.
     """
 
     batch: Any
     loss: Loss
+    trains: bool = True
+    autocast: torch.dtype | None = None
 
     @property
     def rows(self) -> int:
@@ -55,6 +59,11 @@ class Example:
 class MicroBatches(Protocol):
     """Micro-batches of a model, by their rows."""
 
+    modes: Sequence[str]
+    """Of activation checkpointing, that are known."""
+    rows: int
+    """Of the only ones that are known; 0: those of any rows are."""
+
     def peak(self, mode: str, rows: int) -> int:
         """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
 
@@ -75,6 +84,8 @@ class CountedRows:
         self._costs, self._tokens = plan.model.costs, tokens
         self._itemsize = (plan.compute_dtype or torch.float32).itemsize
         self._parameters = plan.model.parameters
+        self.modes: Sequence[str] = MODES
+        self.rows = 0
 
     def peak(self, mode: str, rows: int) -> int:
         """See `MicroBatches`."""
@@ -107,17 +118,27 @@ class ForeseenRows:
         self._module, self._example, self._units, self._dtype = module, example, units, dtype
         self._most = most or example.rows
         self._ends: dict[str, tuple[Foreseen, Foreseen]] = {}
+        self.rows = 0 if example.rows else self._most or 1
         self._ends_of("none")
+        self.modes: Sequence[str] = [mode for mode in MODES if mode == "none" or (units and self._is_known(mode))]
 
     def peak(self, mode: str, rows: int) -> int:
         """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
-        first, last = self._ends_of(mode)
+        # Of a part of the units, or by a budget: at most what all of them keep.
+        first, last = self._ends_of(mode if mode in MODES else "none")
         return round(self._on_line(first.peak, last.peak, rows))
 
     def seconds(self, mode: str, rows: int, roof: Roof) -> float:
         """Time of forward and backward of one."""
-        first, last = self._ends_of(mode)
+        first, last = self._ends_of(mode if mode in MODES else "none")
         return self._on_line(roof.seconds(first.work), roof.seconds(last.work), rows)
+
+    def _is_known(self, mode: str) -> bool:
+        try:
+            self._ends_of(mode)
+        except UnforeseenError:
+            return False
+        return True
 
     def _ends_of(self, mode: str) -> tuple[Foreseen, Foreseen]:
         if mode not in self._ends:
@@ -127,7 +148,10 @@ class ForeseenRows:
 
     def _run(self, mode: str, rows: int) -> Foreseen:
         example = self._example.of_rows(rows) if self._example.rows else self._example
-        return foresee(self._module, example.batch, example.loss, mode=mode, units=self._units, dtype=self._dtype)
+        return foresee(
+            self._module, example.batch, example.loss, mode=mode, units=self._units, dtype=self._dtype,
+            autocast=example.autocast, trains=example.trains,
+        )  # fmt: skip
 
     def _on_line(self, first: float, last: float, rows: int) -> float:
         return last if rows >= self._most else first + (last - first) * (rows - 1) / (self._most - 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import random
 import sys
 import weakref
@@ -34,6 +35,10 @@ MODES = ("none", "selective", "full")
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a module for a batch."""
+
+
+class LeftBehindError(RuntimeError):
+    """Tensors without memory were left in a cache or an object outside of modules, where training would meet them."""
 
 
 class UnforeseenError(ValueError):
@@ -83,6 +88,8 @@ def foresee(
     mode: str = "none",
     units: Sequence[str] = (),
     dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    trains: bool = True,
 ) -> Foreseen:
     """Run a micro-batch without memory; the module, its buffers and random states stay as they are.
 
@@ -93,29 +100,63 @@ def foresee(
         mode: One of `MODES`.
         units: Names of the modules that are computed again, of which none is inside of another.
         dtype: That floating-point parameters, buffers and inputs take; None: their own.
+        autocast: Dtype of autocast around the loss; None: there is none.
+        trains: Modules are in training mode, whatever they are in now.
 
     Raises:
         UnforeseenError: If the run fails; says why.
+        LeftBehindError: If the model keeps tensors of the run where they cannot be taken out.
     """
     fake = fake_tensors()
     known = weakref.WeakKeyDictionary[Any, int]()
+    live = _Live(known)
     try:
-        with states_kept(), _attributes_kept(module), _recomputed(module, mode, units):
-            tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
-            given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
-            live = _Live(known)
-            gradients = [
-                tensor.register_post_accumulate_grad_hook(live.drop_gradient)
-                for tensor in {id(each): each for each in tensors.values()}.values()
-                if tensor.requires_grad
-            ]
-            with fake, live:
-                torch.func.functional_call(_Step(module, loss, live), tensors, (given,))
-            del gradients
+        inputs = _run(fake, live, known, module, batch, loss, (mode, units), (dtype, autocast), trains)
     except Exception as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise UnforeseenError(f"{type(module).__name__} cannot be run on tensors without memory: {said}") from error
-    return Foreseen(live.peak(), live.kept, live.work())
+    finally:
+        # A tensor that is left somewhere must not turn real ones that it meets into its like.
+        fake.allow_non_fake_inputs = False
+    del fake
+    if len(known):
+        gc.collect()
+    if len(known):
+        raise LeftBehindError(
+            f"{type(module).__name__} keeps tensors in a cache or an object outside of its modules (such as "
+            f"functools.lru_cache), and so {len(known)} of a run without memory, which training would meet: leave the "
+            "example out, or pin the settings"
+        )
+    return Foreseen(live.peak() + inputs, live.kept, live.work())
+
+
+def _run(
+    fake: Any,
+    live: _Live,
+    known: Any,
+    module: nn.Module,
+    batch: Any,
+    loss: Loss,
+    recomputed: tuple[str, Sequence[str]],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    trains: bool,
+) -> int:
+    """Run forward and backward; the bytes of the batch."""
+    dtype, autocast = dtypes
+    with states_kept(), _modes_kept(module, trains), _attributes_kept(module), _recomputed(module, *recomputed):
+        tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
+        given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
+        gradients = [
+            tensor.register_post_accumulate_grad_hook(live.drop_gradient)
+            for tensor in {id(each): each for each in tensors.values()}.values()
+            if tensor.requires_grad
+        ]
+        kind = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        casts = contextlib.nullcontext() if autocast is None else torch.autocast(kind, autocast)
+        with fake, live, casts:
+            torch.func.functional_call(_Step(module, loss, live), tensors, (given,))
+        del gradients
+        return sum(leaf.untyped_storage().nbytes() for leaf in tensors_in(given))
 
 
 class _Step(nn.Module):
@@ -243,6 +284,19 @@ def states_kept() -> Iterator[None]:
         if drawn is not None:
             numpy.random.set_state(drawn)
         torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
+def _modes_kept(module: nn.Module, trains: bool) -> Iterator[None]:
+    """Inside, modules are in training mode, if they are to be."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        if trains:
+            module.train()
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from zero_strategy.auto.choice import Choice, NothingFitsError, choose
+from zero_strategy.auto.choice import Choice, NothingFitsError, choose, shares_of
 from zero_strategy.auto.decide import units_of
 from zero_strategy.auto.example import CountedRows, Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
@@ -105,8 +105,7 @@ def _foreseen(
         return CountedRows(plan, tokens), ""
     if example is None or built is None:
         return None, "not known: let the factory return (model, optimizer, batches, loss), or reserve --activations"
-    ranks = plan.resolved.shard * plan.resolved.config.mesh.replicate
-    most = max(rows, asked.auto.global_batch // ranks)
+    most = max(rows, asked.auto.global_batch // shares_of(plan))
     try:
         return ForeseenRows(built.module, example, units_of(built.module, plan), most, plan.compute_dtype), ""
     except UnforeseenError as error:

@@ -249,6 +249,10 @@ def _settings(layer: Layer) -> Iterator[tuple[str, Setting]]:
         # Said first: the other keys of such a file would each get an error of their own.
         raise ValueError(deepspeed_key(layer.origin))
     yield from _walk(layer.values, ZeroConfig, layer)
+    if layer.values.get("stage") == AUTO:  # last, since a whole section beside it says its default
+        if layer.values.get("auto") is False:
+            raise ValueError(f"stage is 'auto', and auto is False{from_origin(layer.origin)}: leave one of them out")
+        yield "auto.enabled", Setting(True, layer.origin)
 
 
 def _walk(values: Mapping[Any, Any], section: type[Section], layer: Layer) -> Iterator[tuple[str, Setting]]:
@@ -284,7 +288,6 @@ def _entry(
     if section.scalar == name and isinstance(value, bool):
         value = section.booleans.get(value, value)
     if key == "stage" and value == AUTO:
-        yield "auto.enabled", Setting(True, layer.origin)
         yield key, Setting(default_of(field), DEFAULT)  # also where an earlier layer has set one
         return
     if is_section(hint):

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -269,9 +270,12 @@ class ZeroAccelerator(Accelerator):
             return model
         take_over(model, f"another {type(self).__name__} has prepared its module", own=self.engines.values())
         self._models = [known for known in self._models if known is not model]  # whose engine has ended
-        if self.zero_config.auto.enabled:
-            check_batches_come(self.zero_config, "the loader")
-            self.choose_settings(model)
+        config = self.zero_config
+        if config.auto.enabled:
+            if isinstance(model, PipelineModule):
+                resolve(config, self.num_processes)  # which says that pipelines choose nothing
+            check_batches_come(config, "the loader")
+            self.choose_settings(model, evaluates=evaluation_mode)
         forward = vars(model).get("forward")
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO  # compiling in a wrapper would leave hooks out
@@ -292,6 +296,9 @@ class ZeroAccelerator(Accelerator):
         # Accelerate's marks would let another accelerator pass over the model, and its autocast stay.
         engine.when_plain(partial(forget_prepared, model, forward, vars(model).get("forward")))
         hold(engine, self)
+        if evaluation_mode and config.auto.enabled:  # what is trained is chosen for when it comes
+            self.zero_config = config
+            self.slot_training.take_config(config)
         self._divided[id(model)] = divide_sequences(engine)
         for divided in self._divided[id(model)]:
             divided.cut_already = self._loaders_cut
@@ -308,16 +315,24 @@ class ZeroAccelerator(Accelerator):
             self._attach(optimizer)
         return model
 
-    def choose_settings(self, model: nn.Module) -> Decision:
+    def choose_settings(self, model: nn.Module, *, rows: int = 0, evaluates: bool = False) -> Decision:
         """Choose what nobody has set (`auto.enabled`), for the first model. A collective.
+
+        Args:
+            model: It is not sharded yet.
+            rows: Of a micro-batch, where there is no example.
+            evaluates: It is not trained.
 
         Raises:
             ValueError: If nothing fits; names ways out.
         """
         steps = self._facts.get("gradient_accumulation_steps", Fact(self.gradient_accumulation_steps, ""))
+        example = self.example
+        if example is not None and example.autocast is None and not evaluates:
+            example = replace(example, autocast=_AUTOCAST.get(self.mixed_precision))
         decision = decide(
-            self.zero_config, model, world_size=self.num_processes, device=self.device,
-            optimizer=self._optimizer_state, accumulation=int(steps.value), example=self.example,
+            self.zero_config, model, world_size=self.num_processes, device=self.device, rows=rows,
+            optimizer=self._optimizer_state, accumulation=int(steps.value), example=None if evaluates else example,
         )  # fmt: skip
         self.zero_config = decision.config
         self.slot_training.take_config(self.zero_config)

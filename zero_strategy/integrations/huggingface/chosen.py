@@ -31,7 +31,7 @@ def choose_for_trainer(trainer: Any) -> None:
     if trainer.model is None:  # it is made when training begins, and prepared then
         check_batches_come(config, "the arguments, where model_init makes the model")
         return
-    decision = accelerator.choose_settings(trainer.model)
+    decision = accelerator.choose_settings(trainer.model, rows=trainer.args.train_batch_size)
     if config.auto.global_batch:
         trainer.args.per_device_train_batch_size = decision.rows
         trainer.args.gradient_accumulation_steps = decision.accumulation

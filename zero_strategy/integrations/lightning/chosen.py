@@ -6,6 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from zero_strategy.config import ZeroConfig
 _logger = logging.getLogger(__name__)
 
 
-def choose_for_fit(strategy: Any, trainer: Any, world_size: int, compute_dtype: torch.dtype | None) -> ZeroConfig:
+def choose_for_fit(
+    strategy: Any, config: ZeroConfig, trainer: Any, world_size: int, compute_dtype: torch.dtype | None
+) -> ZeroConfig:
     """The config with chosen settings. A collective.
 
     Args:
         strategy: The Trainer's.
+        config: As it was given.
         trainer: Its module is set up, and not sharded yet.
         world_size: Number of ranks.
         compute_dtype: Dtype of parameters in computation, or None.
@@ -32,11 +36,10 @@ def choose_for_fit(strategy: Any, trainer: Any, world_size: int, compute_dtype: 
     Raises:
         ValueError: If nothing fits; names ways out.
     """
-    config: ZeroConfig = strategy.config
     check_batches_come(config, "the Trainer's loader")
     module = trainer.lightning_module
     example = strategy.example
-    if example is None and trainer.state.fn == "fit" and strategy.global_rank == 0:
+    if example is None and trainer.state.fn == "fit":  # on all ranks, whose hooks may wait for each other
         example = _example(strategy, trainer, module)
     return decide(
         config, module, world_size=world_size, compute_dtype=compute_dtype, device=strategy.root_device,
@@ -59,7 +62,9 @@ def _example(strategy: Any, trainer: Any, module: Any) -> Example | None:
             assert isinstance(found, Tensor)
             return found
 
-        return of_dataset(loader.dataset, loader.collate_fn, loader.batch_size, loss)
+        found = of_dataset(loader.dataset, loader.collate_fn, loader.batch_size, loss)
+        # Lightning leaves modules in the modes that they have.
+        return None if found is None else replace(found, trains=False)
     except Exception as error:  # of a user's data; the fit tells it where it belongs
         _logger.info("the training data cannot be looked at beforehand: %s", error)
         return None

@@ -163,6 +163,8 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         self._slot_loss: Any = None
         self.surviving: SurvivingFit | None = None
         self.example: Example | None = None
+        self._asked: ZeroConfig | None = None
+        self._chosen_for_fit = False
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy of a Trainer, by pickle or deepcopy: its next fit makes engine and optimizers anew."""
@@ -229,6 +231,8 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         self._failure.forget()
         self.forget_save()
         self._failed, self._run, self._drained, self._slot_loss = False, None, True, None
+        # Others may have come, who choose now: all do.
+        self.config, self._chosen_for_fit = self._asked or self.config, False
         self._random_state, self._loader_states = None, ()
         self.engine, self.model = None, None
 
@@ -267,8 +271,7 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
         module, fitting = self.lightning_module, trainer.state.fn == "fit"
         self._end_left_runs(module)
         compute_dtype = self.precision_plugin.plan.compute_dtype
-        if self.config.auto.enabled:
-            self.config = choose_for_fit(self, trainer, count_processes(self), compute_dtype)
+        self._choose(trainer, compute_dtype)
         # First, since a module becomes plain by it and is converted again.
         end_other_engines(module, self._resolve(), compute_dtype)
         self.precision_plugin.convert_layers(module)
@@ -295,6 +298,18 @@ class TrainerStrategy(FormedRanks, TrainerCheckpoints, TensorMesh, _Base):
             if self.surviving is not None:
                 self.surviving.set_up(self.engine)
         self.setup_precision_plugin()
+
+    def _choose(self, trainer: Any, compute_dtype: torch.dtype | None) -> None:
+        """Choose settings (`auto.enabled`): for a module that is not sharded yet, and for a fit after an evaluation."""
+        if self.config.auto.enabled:
+            self._asked = self.config
+        fitting, module = trainer.state.fn == "fit", self.lightning_module
+        if self._asked is None or (engine_of(module) is not None and (self._chosen_for_fit or not fitting)):
+            return
+        if (engine := engine_of(module)) is not None:  # of an evaluation: the module becomes plain
+            engine.close(gather=True, reason="settings are chosen for a fit")
+        self.config = choose_for_fit(self, self._asked, trainer, count_processes(self), compute_dtype)
+        self._chosen_for_fit = fitting
 
     def _engine_for(self, module: Any, compute_dtype: torch.dtype | None) -> ZeroEngine:
         return engine_for(module, self._resolve(), compute_dtype, self.root_device, mesh=self._device_mesh)
