@@ -72,7 +72,7 @@ def test_a_choice_under_lightning(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_chooses_for_itself(tmp_path: Path) -> None:
-    """What is trained afterwards is chosen with a batch of its data; another module, too."""
+    """A fit afterwards is chosen for with a batch of its data."""
     strategy = ZeroStrategy(stage="auto")
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,

@@ -217,7 +217,7 @@ def choose(
 
 
 def _tried(asked: ZeroConfig, best: Considered, budget: Budget) -> list[dict[str, Any]]:
-    """What stage 3 could gather ahead, and keep, beside what is chosen, as far as it fits."""
+    """Ways to gather ahead, and to keep units, beside what is chosen, as far as they fit."""
     config, plan = best.candidate.config, best.candidate.plan
     if config.stage != 3 or plan.resolved.shard == 1 or config.units.may_skip:
         return []

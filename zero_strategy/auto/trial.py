@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Gathers(Protocol):
-    """How stage 3 gathers; see `Unsharder`."""
+    """Attributes by which stage 3 gathers; see `Unsharder`."""
 
     prefetch: int
     reshard_after_forward: bool
