@@ -50,3 +50,17 @@ def test_a_question_waits_for_the_others_and_not_for_a_lighthouse_out_of_reach(
     process.send_signal(signal.SIGCONT)
     for each in (first, second):
         each.close()
+
+
+def test_those_who_wait_for_a_third_give_it_up_together(
+    lighthouse: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """The one that has come later, too: else it would go on waiting while the other forms."""
+    first, second = (Membership(lighthouse[0], place, "127.0.0.1", str(tmp_path)) for place in range(2))
+    with ThreadPoolExecutor(1) as early:
+        told = early.submit(first.first_quorum, 3, 1.5)
+        time.sleep(0.8)
+        found = second.first_quorum(3, 1.5)
+        assert found.key == told.result().key and found.names == [first.name, second.name]
+    for each in (first, second):
+        each.close()

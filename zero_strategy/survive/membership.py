@@ -55,6 +55,7 @@ class Member:
         memory: Folder of the run's copies there.
         asked: How often it has asked for a quorum.
         layout: Of the training, as far as it knows it.
+        waited: Seconds for which it had waited for those who were launched with it, when it asked.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Member:
     memory: str
     asked: int
     layout: Layout = UNKNOWN
+    waited: float = 0.0
 
     @property
     def place(self) -> int:
@@ -117,6 +119,11 @@ class World:
     def layout(self) -> Layout:
         """The training's, as those know it who have begun it."""
         return max(each.layout for each in self.members)
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which one of them has waited for others: the same for all who have this answer."""
+        return max((each.waited for each in self.members), default=0.0)
 
     @property
     def begun(self) -> bool:
@@ -191,30 +198,32 @@ class Membership:
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             raise ValueError(f"{LIGHTHOUSE} is {lighthouse!r}, and no lighthouse answers there: {error}") from error
 
-    def quorum(self, step: int, layout: Layout = UNKNOWN) -> World:
+    def quorum(self, step: int, layout: Layout = UNKNOWN, waited: float = 0.0) -> World:
         """Everybody who is alive and asks. All members ask, or are given up by the lighthouse.
 
         Args:
             step: See `ask`.
             layout: See `ask`.
+            waited: See `Member`.
 
         Raises:
             RuntimeError, TimeoutError: See `answer`.
         """
-        return self.answer(self.ask(step, layout))
+        return self.answer(self.ask(step, layout, waited))
 
-    def ask(self, step: int, layout: Layout = UNKNOWN) -> Future[World]:
+    def ask(self, step: int, layout: Layout = UNKNOWN, waited: float = 0.0) -> Future[World]:
         """Begin to ask who is there; `answer` waits for it.
 
         Args:
             step: That this process has come to; for the lighthouse's page.
             layout: See `Member`.
+            waited: See `Member`.
         """
         asked: Future[World] = Future()
 
         def ask() -> None:
             try:
-                world = self._quorum(step, layout)
+                world = self._quorum(step, layout, waited)
             except BaseException as error:
                 asked.set_exception(error)
             else:
@@ -250,9 +259,9 @@ class Membership:
             return True
         return False
 
-    def _quorum(self, step: int, layout: Layout) -> World:
+    def _quorum(self, step: int, layout: Layout, waited: float) -> World:
         self._asked += 1
-        own = json.dumps([*self._card, self._address, self._memory, self._asked, astuple(layout)])
+        own = json.dumps([*self._card, self._address, self._memory, self._asked, astuple(layout), waited])
         found = self._found(own, step)
         members = [_member(each) for each in sorted(found.participants, key=lambda each: each.replica_id)]
         rank = next(rank for rank, each in enumerate(members) if each.name == self.name)
@@ -287,12 +296,12 @@ class Membership:
             layout: See `Member`.
             world: An answer that this process has already, as it has formed with others, and one has died.
         """
-        end = time.monotonic() + seconds
-        # All of a quorum see the same one, and come to the same end.
-        while world is None or not (world.size >= ranks or world.begun or time.monotonic() > end):
+        since = time.monotonic()
+        # All of a quorum see the same one, and come to the same end: a clock of its own would let one of them go alone.
+        while world is None or not (world.size >= ranks or world.begun or world.waited > seconds):
             if world is not None:
                 time.sleep(HEARTBEAT_SECONDS)
-            world = self.quorum(0, layout)
+            world = self.quorum(0, layout, time.monotonic() - since)
         return world
 
     def close(self) -> None:
@@ -301,9 +310,9 @@ class Membership:
 
 
 def _member(found: Any) -> Member:
-    host, pid, started, address, memory, asked, layout = json.loads(found.address)
+    host, pid, started, address, memory, asked, layout, waited = json.loads(found.address)
     card = ProcessCard(host, pid, started)
-    return Member(found.replica_id, card, address, int(found.store_address), memory, asked, Layout(*layout))
+    return Member(found.replica_id, card, address, int(found.store_address), memory, asked, Layout(*layout), waited)
 
 
 def _coordination() -> Any:
