@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from zero_strategy.checkpoint import save_job
+from zero_strategy.comm import meeting
 from zero_strategy.comm import store as package
 from zero_strategy.comm.store import (
     BarrierError,
@@ -179,7 +180,8 @@ def compared(world: int, values: Callable[[int], dict[str, str]]) -> tuple[list[
         return ""
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
-        patch.setattr(package, "default_store", lambda: store)
+        for module in (package, meeting):
+            patch.setattr(module, "default_store", lambda: store)
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_world_size", lambda: world)
         patch.setattr(dist, "get_rank", lambda: ranks.mine)
@@ -193,9 +195,9 @@ def test_settings_are_compared_in_as_many_messages_by_each_rank() -> None:
     by_operation = Counter[str]()
     for (operation, _), count in store.messages.items():
         by_operation[operation] += count
-    # The last one reads the count of those with its values, and leaves the answer.
+    # The last one reads the count of those with its values, and leaves the answer. Each looks whether the run survives.
     assert by_operation == {
-        "set": world + 1, "add": 2 * world + 2, "wait": world, "get": world, "delete_key": world,
+        "check": world, "set": world + 1, "add": 2 * world + 2, "wait": world, "get": world, "delete_key": world,
     }  # fmt: skip
 
 

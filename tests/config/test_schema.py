@@ -139,6 +139,7 @@ DEFAULTS = {
     "reproducible.slots": 0,
     "reproducible.seed": None,
     "survive.enabled": False,
+    "survive.wait_seconds": 600.0,
     "auto.enabled": False,
     "auto.global_batch": 0,
     "auto.margin": 0.1,
