@@ -9,9 +9,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.engine.nets import loss_of
 from zero_strategy.fsdp.unshard import tensors_in
+
+
+class Recomputing(nn.Module):
+    """A block that is run again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 class Alive(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from zero_strategy.auto.candidates import CHOSEN, batches_of, candidates
 from zero_strategy.auto.choice import Choice, NothingFitsError, choose
-from zero_strategy.auto.decide import micro_batches, replace_auto
+from zero_strategy.auto.decide import micro_batches, without_auto
 from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import foresee
 from zero_strategy.auto.roof import Roof
@@ -34,7 +34,7 @@ EXAMPLE = Example(torch.zeros(2, LENGTH, dtype=torch.long), loss)
 
 
 def plan_of(asked: ZeroConfig, ranks: int, **options: Any) -> MemoryPlan:
-    return plan_model(GPT(SIZE, LENGTH), replace_auto(asked), world_size=ranks, device="cpu", **options)
+    return plan_model(GPT(SIZE, LENGTH), without_auto(asked), world_size=ranks, device="cpu", **options)
 
 
 def choice_of(asked: ZeroConfig, ranks: int, host: int | None, example: Example | None = EXAMPLE) -> Choice:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.auto.ranks import digest_of_training, tried
+from tests.auto.ranks import tried
 from tests.launcher import Launcher
 from zero_strategy.auto.trial import MEASURED, MOST, STEPS, WARM, Trial, trial_for
 from zero_strategy.config import load_config
@@ -88,4 +88,3 @@ def test_ranks_take_the_same_and_bits_stay(ranks: Launcher) -> None:
     assert settings in CHOICES
     plain = ranks(2)(tried, {"stage": 3, **settings}, 12)[0]
     assert plain == (digest, settings, 0)
-    assert ranks(2)(digest_of_training, {"stage": 3}, False)[0][1] == 3

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
-from tests.activation.alive import Alive
+from tests.activation.alive import Alive, Recomputing
 from zero_strategy.config import load_config
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.planning.gpt_shape import gpt_shape
@@ -18,17 +17,6 @@ from zero_strategy.planning.model_shape import GRADIENTS, ModelShape
 
 SIZE = GPTSize(width=64, depth=3, heads=2, vocabulary=512)
 ROWS, LENGTH = 2, 32
-
-
-class Recomputing(nn.Module):
-    """A block that is run again in backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
 
 
 def kept(model: nn.Module) -> int:

@@ -388,19 +388,16 @@ class UnitForward:
 
 def outermost(units: Sequence[Unit]) -> list[Unit]:
     """Units that are in no other one, the root apart; containers without a forward are none."""
-    found: list[Unit] = []
-    for unit in units[1:]:
-        if isinstance(unit.module, (nn.ModuleList, nn.ModuleDict)):
-            continue
-        if not any(unit.name.startswith(f"{outer.name}.") for outer in found):
-            found.append(unit)
-    return found
+    names = outermost_names([(unit.name, unit.module) for unit in units])
+    return [unit for unit in units[1:] if unit.name in names]
 
 
-def outermost_names(units: Sequence[str]) -> list[str]:
-    """Names of units that are in no other one; the root comes first, and is left out."""
+def outermost_names(units: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """Names of those units, which are given by name and module, the root first."""
     found: list[str] = []
-    for name in units[1:]:
+    for name, module in units[1:]:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue
         if not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found

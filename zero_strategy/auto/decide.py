@@ -91,7 +91,7 @@ def decide(
 
     def foreseen() -> Callable[[Budget, int, Roof], Choice]:
         plan = plan_model(
-            module, replace_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
+            module, without_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
             device=place, accumulation=accumulation,
         )  # fmt: skip
         batches, unknown = micro_batches(asked, plan, module, example)
@@ -206,12 +206,11 @@ def micro_batches(
 
 
 def units_of(module: nn.Module, plan: MemoryPlan) -> list[str]:
-    """Units that can be computed again; containers have no forward."""
-    names = outermost_names([unit.name for unit in plan.model.units])
-    return [name for name in names if not isinstance(module.get_submodule(name), (nn.ModuleList, nn.ModuleDict))]
+    """Names of units that can be computed again, as an engine would find them."""
+    return outermost_names([(unit.name, module.get_submodule(unit.name)) for unit in plan.model.units])
 
 
-def replace_auto(asked: ZeroConfig) -> ZeroConfig:
+def without_auto(asked: ZeroConfig) -> ZeroConfig:
     """A config that can be resolved as it is: that of which a plan is made before anything is chosen."""
     found = replace(asked)
     found.auto = replace(asked.auto, enabled=False)

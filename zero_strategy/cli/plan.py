@@ -298,7 +298,7 @@ def _run(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace, settings: PlannedSettings, model: Any) -> Any:
     import torch
 
-    from zero_strategy.auto.decide import replace_auto
+    from zero_strategy.auto.decide import without_auto
     from zero_strategy.planning.memory_plan import plan_model
     from zero_strategy.planning.model_shape import OptimizerState, optimizer_state
 
@@ -322,7 +322,7 @@ def _plan(options: argparse.Namespace, settings: PlannedSettings, model: Any) ->
     name = _DTYPES[options.dtype] if options.dtype else settings.dtype
     return plan_model(
         model,
-        replace_auto(settings.config),
+        without_auto(settings.config),
         world_size=options.world,
         compute_dtype=None if name is None else getattr(torch, name),
         optimizer=state,

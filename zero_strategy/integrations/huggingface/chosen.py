@@ -56,5 +56,5 @@ def _example(trainer: Any) -> Example | None:
 
         return of_dataset(dataset, collate, trainer.args.train_batch_size, loss)
     except Exception as error:  # of a user's data; the training tells it where it belongs
-        _logger.info("the training data cannot be looked at beforehand: %s", error)
+        _logger.warning("settings are chosen without activations: the training data cannot be looked at: %s", error)
         return None

@@ -66,7 +66,7 @@ def _example(strategy: Any, trainer: Any, module: Any) -> Example | None:
         # Lightning leaves modules in the modes that they have.
         return None if found is None else replace(found, trains=False)
     except Exception as error:  # of a user's data; the fit tells it where it belongs
-        _logger.info("the training data cannot be looked at beforehand: %s", error)
+        _logger.warning("settings are chosen without activations: the training data cannot be looked at: %s", error)
         return None
 
 
