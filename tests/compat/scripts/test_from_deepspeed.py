@@ -19,10 +19,14 @@ PRECISION: dict[str, dict[str, Any]] = {"z2_round_robin": {}, "z2_fp16": {"fp16"
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield unpack(tmp_path_factory.mktemp("deepspeed"))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(tmp_path_factory.mktemp("deepspeed"))
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", PRECISION)
