@@ -117,15 +117,19 @@ def settings_of(cell: Cell, drive: str) -> dict[str, Any]:
 # ---- a rank ----
 
 
-def limit(megabytes: int) -> None:
-    """Let this process take so much more memory."""
+def used_bytes() -> int:
+    """Memory of this process that a limit counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    used = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-    resource.setrlimit(resource.RLIMIT_DATA, (used + megabytes * _MIB, resource.RLIM_INFINITY))
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
+
+
+def limit(nbytes: int) -> None:
+    """Let this process take so much memory at most."""
+    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, resource.RLIM_INFINITY))
 
 
 def steps_of(
-    cell: Cell, model: nn.Module, config: Any, rows: int, accumulation: int, count: int
+    cell: Cell, model: nn.Module, config: Any, rows: int, accumulation: int, count: int, *, gather: bool = False
 ) -> float:  # fmt: skip
     """Seconds of a step."""
     engine = ZeroEngine(model, config)
@@ -143,7 +147,7 @@ def steps_of(
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - begun)
-    engine.close(gather=cell.room == 0)
+    engine.close(gather=gather)
     return min(times[1:])
 
 
@@ -157,8 +161,7 @@ def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
     """Choose under the limit, and train."""
     model = model_of(cell)
     present = sum(parameter.nbytes for parameter in model.parameters())
-    if cell.room:
-        limit(cell.room)
+    limit(used_bytes() + cell.room * _MIB)
     begun = time.perf_counter()
     try:
         found = choose(cell, model, drive)
@@ -169,15 +172,31 @@ def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
     choosing = time.perf_counter() - begun
     decided = resident()[0]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    seconds = steps_of(cell, model, found.config, found.rows, found.accumulation, 3)
+    try:
+        seconds = steps_of(cell, model, found.config, found.rows, found.accumulation, 3)
+    except Exception as error:
+        raise RuntimeError(f"chosen: {json.dumps(found.figures['candidates'][0])}") from error
     chosen = found.figures["candidates"][0]
     sums = [entry for entry in chosen["ledger"]["sums"] if entry["tier"] != "nvme"]
     planned = sum(entry["taken"] for entry in sums if entry["category"] != "snapshot")  # nothing is saved
     return {
         "settings": found.figures["settings"], "rows": found.rows, "accumulation": found.accumulation,
         "seconds": seconds, "predicted seconds": chosen["seconds"]["total"], "bytes": resident()[1] - decided + present,
-        "predicted bytes": planned + chosen["activations"], "activations": chosen["activations"], "choosing": choosing,
+        "parts": chosen["seconds"], "predicted bytes": planned + chosen["beside"] + found.figures["own"],
+        "activations": chosen["activations"], "choosing": choosing,
     }  # fmt: skip
+
+
+def rank_of_refused(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
+    """Train with what takes least, under the limit: whether a refusal was one too many."""
+    model = model_of(cell)
+    most = used_bytes() + cell.room * _MIB
+    candidates = choose(cell, model, drive, 100_000).figures["candidates"]
+    least = min(candidates, key=lambda each: each["needs"][0]["needed"])
+    settings = {**least["settings"], "offload.nvme_path": [drive], "offload.probe_seconds": 0.0}
+    limit(most)
+    steps_of(cell, model, load_config(nested(settings)), least["rows"], least["accumulation"], 3)
+    return {"settings": least["settings"], "rows": least["rows"], "accumulation": least["accumulation"]}
 
 
 def rank_of_grid(cell: Cell, drive: str, rank: int, most: int) -> dict[str, Any]:
@@ -187,7 +206,9 @@ def rank_of_grid(cell: Cell, drive: str, rank: int, most: int) -> dict[str, Any]
     measured = []
     for each in found.figures["candidates"]:
         settings = {**each["settings"], "offload.nvme_path": [drive], "offload.probe_seconds": 0.0}
-        seconds = steps_of(cell, model, load_config(nested(settings)), each["rows"], each["accumulation"], 3)
+        seconds = steps_of(
+            cell, model, load_config(nested(settings)), each["rows"], each["accumulation"], 3, gather=True
+        )
         measured.append({**each, "measured": seconds})
     return {"measured": measured}
 
@@ -256,7 +277,10 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         cell = drawn(draw, limited=True)
         if number < options.first:
             continue
-        yield {"number": number, "cell": asdict(cell), **forked(cell, "rank_of_cell")}
+        found = forked(cell, "rank_of_cell")
+        if "refused" in found and options.refused:
+            found["least"] = forked(cell, "rank_of_refused")
+        yield {"number": number, "cell": asdict(cell), **found}
 
 
 def grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -282,6 +306,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "cells": len(found), "trained": len(ended), "refused": sum("refused" in each for each in found),
+        "refused, and the least ends": [e["number"] for e in found if "settings" in e.get("least", {})],
         "failed": [each["number"] for each in found if "error" in each],
         "bytes off by (median)": off("bytes"), "seconds off by (median)": off("seconds"),
         "seconds of choosing (median)": statistics.median(e["choosing"] for e in ended) if ended else None,
@@ -297,6 +322,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first cell")
     parser.add_argument("--most", type=int, default=24, help="of grid: candidates that are measured")
+    parser.add_argument("--refused", action="store_true", help="of cells: try what is refused with what takes least")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     import transformers  # noqa: F401  (once, for all that are forked)

@@ -7,6 +7,7 @@ connect     native ops built, settings compared with the other ranks', groups ma
 from __future__ import annotations
 
 import gc
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from zero_strategy.config import ResolvedConfig, check_owned, dtype_fact, load_c
 from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.fsdp.materialize import device_of
+from zero_strategy.runtime.host_heap import map_blocks
 from zero_strategy.train_state import ModelPart
 
 if TYPE_CHECKING:
@@ -84,6 +86,8 @@ def settle(
         resolved = resolve(asked, world)
         check_owned(resolved.config, dtype_fact(compute_dtype))
     zero = resolved.config
+    if zero.mmap_threshold and not map_blocks(zero.mmap_threshold):
+        warnings.warn(f"mmap_threshold is {zero.mmap_threshold}, and malloc here is not glibc's", stacklevel=3)
     if (ways := zero.mesh.tensor or 1) > 1 and part.tensor_groups is None:
         groups = tensor_groups_of(divided, ways)
         part = replace(

@@ -188,7 +188,7 @@ def test_rows_lie_on_a_line() -> None:
     rows = ForeseenRows(model, Example(tokens(2), loss), UNITS, 8)
     for count in (1, 2, 4, 8):
         whole = foresee(model, tokens(count), loss)
-        assert rows.peak("none", count) == pytest.approx(whole.peak, rel=0.02)
+        assert rows.bytes_of("none", count).peak == pytest.approx(whole.peak, rel=0.02)
         assert rows.seconds("none", count, roof) == pytest.approx(roof.seconds(whole.work), rel=0.1)
 
 

@@ -18,6 +18,8 @@ from zero_strategy.config import DEFAULT, ZeroConfig, resolve
 from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.planning.memory_plan import MemoryPlan
+from zero_strategy.runtime.host_heap import MAPPED
+from zero_strategy.runtime.host_heap import is_open as heap_is_open
 
 CHOSEN = "chosen: auto.enabled"
 """Origin of settings that were chosen."""
@@ -27,6 +29,8 @@ _KEPT: tuple[dict[str, bool], ...] = (
     {"reshard_after_forward": False, "reshard_after_backward": False},
 )
 """How long stage 3 keeps what it has gathered."""
+_UNPLANNED = ("activation_checkpointing.mode", "mmap_threshold")
+"""Settings that change nothing of what an engine holds."""
 _TIERS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme"))
 """Of the optimizer's state and of parameters."""
 
@@ -69,6 +73,8 @@ class Candidate:
             words.append(f"recomputes {self.mode}")
         if not config.reshard_after_forward:
             words.append("keeps units" if config.reshard_after_backward else "keeps units for a step")
+        if config.mmap_threshold:
+            words.append("maps blocks")
         if self.settings.get("checkpoint.asynchronous") is False:
             words.append("saves wait")
         return ", ".join(words)
@@ -144,8 +150,8 @@ def candidates(
     refused, some = ValueError("there is no combination of settings to choose from"), False
     for rows, accumulation in batches:
         for settings in _open_settings(asked, plan, modes):
-            # Plans are the same for all that is computed again, and for two micro-batches or more.
-            held = {key: value for key, value in settings.items() if key != "activation_checkpointing.mode"}
+            # Plans are the same for all of these, and for two micro-batches or more.
+            held = {key: value for key, value in settings.items() if key not in _UNPLANNED}
             key = tuple(held.items()), accumulation > 1
             if key not in planned:
                 try:
@@ -156,8 +162,8 @@ def candidates(
             if (found := planned[key]) is None:
                 continue
             changed, ledger = found
-            if "activation_checkpointing.mode" in settings:
-                changed = _with_mode(changed, settings["activation_checkpointing.mode"])
+            if any(key in settings for key in _UNPLANNED):
+                changed = _with_unplanned(changed, settings)
             some = True
             yield Candidate(settings, rows, accumulation, changed, ledger)
     if not some:
@@ -169,6 +175,7 @@ def _open_settings(config: ZeroConfig, plan: MemoryPlan, modes: Sequence[str]) -
         [{"stage": stage, **tiers, **kept} for stage, tiers, kept in _layouts(config, plan)],
         _values(config, "activation_checkpointing.mode", modes or MODES[:1]),
         _values(config, "checkpoint.asynchronous", (True, False) if plan.snapshots else (False,)),
+        _values(config, "mmap_threshold", (0, MAPPED)) if plan.device_type == "cpu" and heap_is_open() else [{}],
     ]
     for parts in product(*choices):
         merged: dict[str, Any] = {}
@@ -233,7 +240,6 @@ def _changed(asked: ZeroConfig, plan: MemoryPlan, settings: Mapping[str, Any], a
     )  # fmt: skip
 
 
-def _with_mode(plan: MemoryPlan, mode: str) -> MemoryPlan:
-    config = deepcopy(plan.resolved.config)
-    config.activation_checkpointing.record("mode", mode, CHOSEN)
+def _with_unplanned(plan: MemoryPlan, settings: Mapping[str, Any]) -> MemoryPlan:
+    config = pinned(plan.resolved.config, {key: settings[key] for key in _UNPLANNED if key in settings})
     return replace(plan, resolved=replace(plan.resolved, config=config))

@@ -8,13 +8,13 @@ seconds         see `seconds.py`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_strategy.auto.candidates import Candidate, batches_of, candidates, is_open, pinned
-from zero_strategy.auto.example import MicroBatches
+from zero_strategy.auto.example import MicroBatchBytes, MicroBatches
+from zero_strategy.auto.fullest import OWN_BYTES, beside, gaps
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
@@ -26,9 +26,6 @@ from zero_strategy.runtime.terminal import size, table
 
 SHOWN = 10
 """Candidates of a table."""
-_GAPS = 0.35
-"""Part of the activations by which glibc's heap grows beyond them on a CPU, measured: freed blocks of one size are no
-place for others. Where MALLOC_MMAP_THRESHOLD_ is set, blocks go back to the system."""
 _NEAR = 0.01
 """Part of a step's time by which two candidates are alike; of such the simpler one is taken."""
 
@@ -40,6 +37,7 @@ class Considered:
     Attributes:
         candidate: As above.
         activations: Bytes of them, on the device.
+        beside: Bytes at the fullest moment beyond the candidate's ledger, expected gaps between blocks included.
         needs: What it needs, and what there is.
         seconds: Of a step.
         why: Why it is not chosen; "" for the one that is.
@@ -47,6 +45,7 @@ class Considered:
 
     candidate: Candidate
     activations: int
+    beside: int
     needs: Sequence[Need]
     seconds: Seconds
     why: str = ""
@@ -96,7 +95,7 @@ class Choice:
         rows = []
         for each in shown(self.considered):
             ledger = each.candidate.ledger
-            tiers = [ledger.tier_bytes(tier) + (each.activations if tier == "device" else 0) for tier in TIERS]
+            tiers = [ledger.tier_bytes(tier) + (each.beside if tier == "device" else 0) for tier in TIERS]
             batch = f"{each.candidate.rows or '?'} x {each.candidate.accumulation}"
             memory = " + ".join(f"{size(n)} {t}" for n, t in zip(tiers, TIERS, strict=True) if n and t != "device")
             rows.append(
@@ -117,6 +116,7 @@ class Choice:
             "rows": self.chosen.candidate.rows,
             "accumulation": self.chosen.candidate.accumulation,
             "activations": self.activations,
+            "own": OWN_BYTES,
             "margin": self.margin,
             "tried": [dict(each) for each in self.tried],
             "candidates": [_figures(each) for each in told],
@@ -151,6 +151,7 @@ def _figures(each: Considered) -> dict[str, Any]:
         "rows": each.candidate.rows,
         "accumulation": each.candidate.accumulation,
         "activations": each.activations,
+        "beside": each.beside,
         "ledger": each.candidate.ledger.to_json(entries=False),
         "seconds": {**vars(each.seconds), "total": each.seconds.total},
         "needs": [vars(need) for need in each.needs],
@@ -213,10 +214,11 @@ def choose(
     rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
     told = [_with_reason(each, best) for each in rest]
     known = unknown if foreseen is None else "foreseen without memory"
-    return Choice(best, [best, *told], known, budget.margin, asked, _tried(asked, best, budget))
+    tried = _tried(asked, best, budget, _bytes_of(best.candidate, foreseen))
+    return Choice(best, [best, *told], known, budget.margin, asked, tried)
 
 
-def _tried(asked: ZeroConfig, best: Considered, budget: Budget) -> list[dict[str, Any]]:
+def _tried(asked: ZeroConfig, best: Considered, budget: Budget, micro_batch: MicroBatchBytes) -> list[dict[str, Any]]:
     """Ways to gather ahead, and to keep units, beside what is chosen, as far as they fit."""
     config, plan = best.candidate.config, best.candidate.plan
     if config.stage != 3 or plan.resolved.shard == 1 or config.units.may_skip:
@@ -229,30 +231,30 @@ def _tried(asked: ZeroConfig, best: Considered, budget: Budget) -> list[dict[str
         if not changed or not all(is_open(asked, key) for key in changed) or not config.reshard_after_backward:
             continue
         ledger = replace(plan, resolved=resolve(pinned(config, settings), plan.resolved.world_size)).ledger()
-        peak = best.activations + gaps_in(plan, best.activations)
-        if all(need.fits for need in needs(plan, budget, with_activations(ledger, peak))):
+        more = beside(best.candidate, micro_batch, ledger) + gaps(best.candidate, micro_batch, ledger).most
+        if all(need.fits for need in needs(plan, budget, with_activations(ledger, more))):
             found.append(settings)
     return found
 
 
 def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Budget, roof: Roof) -> Considered:
-    peak, seconds = 0, 0.0
+    micro_batch, seconds = _bytes_of(candidate, foreseen), 0.0
     if foreseen is not None:
-        peak = foreseen.peak(candidate.mode, candidate.rows)
-        seconds = foreseen.seconds(candidate.mode, candidate.rows, roof)
-    found = needs(candidate.plan, budget, with_activations(candidate.ledger, peak + gaps_in(candidate.plan, peak)))
-    return Considered(candidate, peak, found, seconds_of(candidate, seconds, roof))
+        maps = candidate.config.mmap_threshold > 0
+        seconds = foreseen.seconds(candidate.mode, candidate.rows, roof, maps=maps)
+    more, between = beside(candidate, micro_batch), gaps(candidate, micro_batch)
+    found = needs(candidate.plan, budget, with_activations(candidate.ledger, more + between.most))
+    time = seconds_of(candidate, seconds, roof)
+    return Considered(candidate, micro_batch.peak, more + between.expected, found, time)
+
+
+def _bytes_of(candidate: Candidate, foreseen: MicroBatches | None) -> MicroBatchBytes:
+    return MicroBatchBytes() if foreseen is None else foreseen.bytes_of(candidate.mode, candidate.rows)
 
 
 def shares_of(plan: MemoryPlan) -> int:
     """Ranks that get different rows: those that divide sequences or layers get the same."""
     return plan.resolved.shard * plan.resolved.config.mesh.replicate // plan.resolved.config.mesh.sequence
-
-
-def gaps_in(plan: MemoryPlan, activations: int) -> int:
-    """Bytes of gaps between blocks, beside activations."""
-    tidy = plan.device_type != "cpu" or "MALLOC_MMAP_THRESHOLD_" in os.environ
-    return 0 if tidy else int(_GAPS * activations)
 
 
 def with_activations(ledger: Ledger, nbytes: int) -> Ledger:
@@ -273,15 +275,15 @@ def _with_reason(each: Considered, best: Considered) -> Considered:
     else:
         more = each.seconds.total / best.seconds.total - 1
         why = f"{more:+.0%} time" if abs(more) > _NEAR else "alike, with more changes"
-    return Considered(each.candidate, each.activations, each.needs, each.seconds, why)
+    return replace(each, why=why)
 
 
 def _nearest(nearest: Considered, budget: Budget, asked: ZeroConfig) -> str:
     """Why nothing fits, and ways out: first changes with which this candidate does."""
-    plan, peak = nearest.candidate.plan, nearest.activations
+    plan = nearest.candidate.plan
     lacking = next(need for need in nearest.needs if not need.fits)
     assert lacking.there is not None
-    whole = replace(plan, activations=peak + gaps_in(plan, peak))
+    whole = replace(plan, activations=nearest.beside)
     ways = [f"it fits with {', '.join(change.what)}" for change in changes_that_fit(whole, budget)]
     ways.append("a smaller model, or shorter sequences")
     if not asked.offload.nvme_path:
@@ -300,7 +302,7 @@ def _nearest(nearest: Considered, budget: Budget, asked: ZeroConfig) -> str:
 
 _CHOOSABLE = (
     "stage", "offload.optimizer", "offload.parameters", "reshard_after_forward", "reshard_after_backward",
-    "activation_checkpointing.mode", "checkpoint.asynchronous",
+    "activation_checkpointing.mode", "checkpoint.asynchronous", "mmap_threshold",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import SHOWN, Choice, choose, shares_of
 from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches
 from zero_strategy.auto.foreseen import UnforeseenError
+from zero_strategy.auto.fullest import MOST_OWN_BYTES
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
 from zero_strategy.planning.held import Machine
@@ -150,9 +151,13 @@ def _slowest(device: torch.device, dtype: torch.dtype, drive: str | None) -> Roo
     _gathered(None)  # that all begin now
     everyone = _made_by_all(own)
     roofs: list[Roof] = [found for found, _ in everyone]
-    roof = roofs[0].slowest(roofs[1:])
-    roof = replace(roof, write=roofs[0].write, read=roofs[0].read)  # of rank 0's host; others' drives are like it
     hosts = {host for _, host in everyone}
+    means = roofs
+    if device.type == "cpu":
+        shared = [[found for found, other in everyone if other == host] for host in hosts]
+        means = [found[0].mean(found[1:]) for found in shared]
+    roof = means[0].slowest(means[1:])
+    roof = replace(roof, write=roofs[0].write, read=roofs[0].read)  # of rank 0's host; others' drives are like it
     if len(roofs) > 1 and (len(hosts) > 1 or device.type != "cpu"):
         nbytes = min(_gathered(probed_bytes(room)))
         roof = replace(roof, link=min(_made_by_all(lambda: measure_link(device, nbytes))))
@@ -217,10 +222,6 @@ def without_auto(asked: ZeroConfig) -> ZeroConfig:
     return found
 
 
-_OWN_BYTES = 32 << 20
-"""Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made."""
-
-
 def least_room(rooms: list[tuple[str, Machine, int]], margin: float, *, on_host: bool) -> tuple[Budget, int]:
     """Memory of the scarcest rank or host, and the most ranks of a host.
 
@@ -239,7 +240,7 @@ def least_room(rooms: list[tuple[str, Machine, int]], margin: float, *, on_host:
     host = least([machine.host_free for _, machine, _ in rooms])
     process = least([machine.process_free for _, machine, _ in rooms])
     device = least([machine.gpu_free for _, machine, _ in rooms])
-    more = (present if on_host else 0) - _OWN_BYTES
+    more = (present if on_host else 0) - MOST_OWN_BYTES
     budget = Budget(
         device=None if device is None else device + (0 if on_host else present),
         host=None if host is None else max(0, host + more * per_host),

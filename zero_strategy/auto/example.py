@@ -56,6 +56,17 @@ class Example:
         return replace(self, batch=tree_map(cut, self.batch))
 
 
+@dataclass(frozen=True)
+class MicroBatchBytes:
+    """Memory of a micro-batch, beside parameters and their gradients; see `Foreseen`."""
+
+    peak: int = 0
+    with_gradients: int = 0
+    last: int = 0
+    in_heap: int = 0
+    after_units: tuple[int, ...] = ()
+
+
 class MicroBatches(Protocol):
     """Micro-batches of a model, by their rows."""
 
@@ -64,11 +75,11 @@ class MicroBatches(Protocol):
     rows: int
     """Of the only ones that are known; 0: those of any rows are."""
 
-    def peak(self, mode: str, rows: int) -> int:
-        """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
+    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
+        """Memory of a micro-batch, in a mode of activation checkpointing."""
 
-    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
-        """Time of forward and backward of one."""
+    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
+        """Time of forward and backward of one; with `maps` each block is mapped."""
 
 
 class CountedRows:
@@ -87,15 +98,17 @@ class CountedRows:
         self.modes: Sequence[str] = MODES
         self.rows = 0
 
-    def peak(self, mode: str, rows: int) -> int:
-        """See `MicroBatches`."""
+    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
+        """See `MicroBatches`: all of them at once, in glibc's heap."""
         settings = ActivationCheckpointingConfig(mode)
-        return sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
+        peak = sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
+        return MicroBatchBytes(peak, peak, peak, peak)
 
-    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
+    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""
         again = {"none": 6.0, "selective": 6.3, "full": 8.0}.get(mode, 8.0)
-        return again * self._parameters * rows * self._tokens / roof.flops
+        made = self.bytes_of("none", rows).peak if maps else 0
+        return again * self._parameters * rows * self._tokens / roof.flops + made / roof.fresh
 
 
 class ForeseenRows:
@@ -122,16 +135,22 @@ class ForeseenRows:
         self._ends_of("none")
         self.modes: Sequence[str] = [mode for mode in MODES if mode == "none" or (units and self._is_known(mode))]
 
-    def peak(self, mode: str, rows: int) -> int:
-        """Bytes at most of a micro-batch, in a mode of activation checkpointing."""
+    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
+        """Memory of a micro-batch, in a mode of activation checkpointing."""
         # Of a part of the units, or by a budget: at most what all of them keep.
         first, last = self._ends_of(mode if mode in MODES else "none")
-        return round(self._on_line(first.peak, last.peak, rows))
+        names = ("peak", "with_gradients", "last", "in_heap")
+        one = {name: round(self._on_line(getattr(first, name), getattr(last, name), rows)) for name in names}
+        after = [round(self._on_line(*each, rows)) for each in zip(first.after_units, last.after_units, strict=False)]
+        return MicroBatchBytes(**one, after_units=tuple(after))
 
-    def seconds(self, mode: str, rows: int, roof: Roof) -> float:
-        """Time of forward and backward of one."""
-        first, last = self._ends_of(mode if mode in MODES else "none")
-        return self._on_line(roof.seconds(first.work), roof.seconds(last.work), rows)
+    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
+        """Time of forward and backward of one; with `maps` each block is mapped."""
+        first, last = (
+            roof.seconds(each.work) + (each.mapped if maps else each.always_mapped) / roof.fresh
+            for each in self._ends_of(mode if mode in MODES else "none")
+        )
+        return self._on_line(first, last, rows)
 
     def _is_known(self, mode: str) -> bool:
         try:

@@ -27,11 +27,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zero_strategy.activation.products import selective_contexts
 from zero_strategy.activation.units import without_caches
+from zero_strategy.auto.timeline import Levels, Timeline
 from zero_strategy.fsdp.unshard import tensors_in
+from zero_strategy.runtime.host_heap import LARGEST, MAPPED
 from zero_strategy.runtime.torch_private import TorchDispatchMode, fake_tensors, packet_of, schema_of, tree_map
 
 MODES = ("none", "selective", "full")
 """Of activation checkpointing, in the order of their time."""
+
+_ADD = torch.ops.aten.add.Tensor
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The loss of a module for a batch."""
@@ -68,11 +72,23 @@ class Foreseen:
         peak: Bytes at most.
         kept: Bytes at the end of the forward.
         work: Operations of forward and backward.
+        with_gradients: Bytes at most, with gradients that autograd has not yet handed over.
+        last: Bytes of activations when the first large gradient of the root unit is handed over.
+        after_units: Bytes beyond the present ones that are still to come, after each forward of a unit, in order.
+        in_heap: Bytes at the peak that glibc keeps in its heap: of blocks smaller than the largest that it lets decide.
+        mapped: Bytes of all blocks that are made, of those that `mmap_threshold` would map.
+        always_mapped: The same, of those that glibc maps in any case.
     """
 
     peak: int
     kept: int
     work: tuple[Work, ...] = field(repr=False)
+    with_gradients: int = 0
+    last: int = 0
+    after_units: tuple[int, ...] = ()
+    in_heap: int = 0
+    mapped: int = 0
+    always_mapped: int = 0
 
     @property
     def flops(self) -> int:
@@ -127,7 +143,29 @@ def foresee(
             f"functools.lru_cache), and so {len(known)} of a run without memory, which training would meet: leave the "
             "example out, or pin the settings"
         )
-    return Foreseen(live.peak() + inputs, live.kept, live.work())
+    return _foreseen(live, inputs)
+
+
+def _foreseen(live: _Live, inputs: int) -> Foreseen:
+    """The figures of a run.
+
+    Args:
+        live: After it.
+        inputs: Bytes of the batch.
+    """
+    found: Levels = live.timeline.levels()
+    threshold = max((size for size in found.blocks if size <= LARGEST), default=0)
+    return Foreseen(
+        found.peak + inputs,
+        live.kept,
+        live.work(),
+        with_gradients=found.with_gradients + inputs,
+        last=found.at_gradient + inputs,
+        after_units=tuple(found.with_gradients - level for level in found.at_marks),
+        in_heap=sum(size * count for size, count in found.blocks.items() if size < threshold),
+        mapped=sum(size * count for size, count in found.made.items() if size >= MAPPED),
+        always_mapped=sum(size * count for size, count in found.made.items() if size > LARGEST),
+    )
 
 
 def _run(
@@ -146,14 +184,15 @@ def _run(
     with states_kept(), _modes_kept(module, trains), _attributes_kept(module), _recomputed(module, *recomputed):
         tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
         given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
+        in_units = tuple(f"module.{name}." for name in recomputed[1])
         gradients = [
-            tensor.register_post_accumulate_grad_hook(live.drop_gradient)
-            for tensor in {id(each): each for each in tensors.values()}.values()
+            tensor.register_post_accumulate_grad_hook(partial(live.drop_gradient, not name.startswith(in_units)))
+            for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values()
             if tensor.requires_grad
         ]
         kind = next((tensor.device.type for tensor in tensors.values()), "cpu")
         casts = contextlib.nullcontext() if autocast is None else torch.autocast(kind, autocast)
-        with fake, live, casts:
+        with _watched([module.get_submodule(name) for name in recomputed[1]], live.mark), fake, live, casts:
             torch.func.functional_call(_Step(module, loss, live), tensors, (given,))
         del gradients
         return sum(leaf.untyped_storage().nbytes() for leaf in tensors_in(given))
@@ -203,26 +242,20 @@ class _Live(TorchDispatchMode):
     def __init__(self, known: Any) -> None:
         super().__init__()
         self._known = known
-        self._changes: list[tuple[int, int]] = []
-        self._gradients: set[int] = set()
+        self.timeline = Timeline()
         self._numbers = 0
         self._work: dict[tuple[int, int], int] = {}
         self.now = self.kept = 0
 
-    def drop_gradient(self, parameter: Tensor) -> None:
+    def drop_gradient(self, is_of_root: bool, parameter: Tensor) -> None:
         """Let go of a parameter's gradient; what it took is a matter of the plan."""
         assert parameter.grad is not None
-        self._gradients.add(self._known.get(parameter.grad.untyped_storage(), 0))
+        self.timeline.hand_over(self._number(parameter.grad), parameter.nbytes if is_of_root else 0)
         parameter.grad = None
 
-    def peak(self) -> int:
-        """Bytes at most, gradients of parameters left out."""
-        now = most = 0
-        for number, nbytes in self._changes:
-            if number not in self._gradients:
-                now += nbytes
-                most = max(most, now)
-        return most
+    def mark(self, *_: Any) -> None:
+        """Note the moment after a unit's forward."""
+        self.timeline.mark()
 
     def work(self) -> tuple[Work, ...]:
         """Operations so far."""
@@ -234,6 +267,8 @@ class _Live(TorchDispatchMode):
         made = list(tensors_in(result))
         for tensor in made:
             self._note(tensor)
+        if func is _ADD and isinstance(args[1], Tensor) and args[0].shape == args[1].shape == result.shape:
+            self.timeline.sum(self._number(result), self._number(args[0]))
         if not getattr(func, "is_view", False):
             nbytes = sum(each.numel() * each.itemsize for each in (*tensors_in((args, kwargs)), *made))
             key = _flops(func, args, kwargs, result), nbytes
@@ -252,8 +287,11 @@ class _Live(TorchDispatchMode):
         self._change(number, nbytes)
         weakref.finalize(storage, self._change, number, -nbytes).atexit = False
 
+    def _number(self, tensor: Tensor) -> int:
+        return int(self._known.get(tensor.untyped_storage(), 0))
+
     def _change(self, number: int, nbytes: int) -> None:
-        self._changes.append((number, nbytes))
+        self.timeline.change(number, nbytes)
         self.now += nbytes
 
 
@@ -319,6 +357,17 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                     container.extend(content)
                 else:
                     container.update(content)
+
+
+@contextlib.contextmanager
+def _watched(units: Sequence[nn.Module], call: Callable[..., None]) -> Iterator[None]:
+    """Inside, each forward of a unit ends with a call."""
+    hooks = [unit.register_forward_hook(call) for unit in units]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zero_strategy.auto.foreseen import Work
 from zero_strategy.offload.stores import probe
@@ -25,6 +27,10 @@ _SIDE = 512
 _BYTES = 32 << 20
 """That are copied, sent, and stored."""
 _LEAST_BYTES = 1 << 18
+_BLOCK = 1 << 20
+"""That is mapped anew."""
+_LAYERS, _OF_LAYER = 20, 6
+"""Small layers that are run forward and backward, and operations of one."""
 _TIMES = 3
 _WINDOW = 0.06
 _SHARED_COPIES = 4
@@ -44,6 +50,7 @@ class Roof:
         write, read: Bytes per second of the drives of a host; 0: not known.
         bus: Bytes per second between a device and the host; 0: the device is the host.
         host: Bytes per second of the host's memory, where it takes the optimizer's steps.
+        fresh: Bytes per second that blocks of memory get pages for, beside being filled, where each is mapped.
     """
 
     flops: float
@@ -54,13 +61,16 @@ class Roof:
     read: float = 0.0
     bus: float = 0.0
     host: float = 0.0
+    fresh: float = math.inf
 
     def seconds(self, work: Iterable[Work]) -> float:
         """Time of operations after each other."""
-        return sum(
-            each.count * max(each.flops / self.flops, each.nbytes / self.memory, self.begin)
-            for each in work
-        )  # fmt: skip
+        return sum(each.count * max(each.flops / self.flops, each.nbytes / self.memory, self.begin) for each in work)
+
+    def mean(self, others: Iterable[Roof]) -> Roof:
+        """The roof of ranks that share a host's cores: a moment gives one of them more, and a step evens it out."""
+        everyone = [self, *others]
+        return Roof(**{name: statistics.fmean(getattr(each, name) for each in everyone) for name in vars(self)})
 
     def slowest(self, others: Iterable[Roof]) -> Roof:
         """The roof of the slowest of several ranks, whom the others wait for."""
@@ -87,9 +97,13 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
     flops = 2 * side**3 / _mean(lambda: a @ a, device)
     source, into = (_apart(nbytes).to(device) for _ in range(2))
     memory = 2 * nbytes / _mean(lambda: into.copy_(source), device)
-    one = torch.ones(1, device=device)
-    begin = _mean(lambda: [one.add(1.0) for _ in range(100)], device) / 100
-    roof = Roof(flops, memory, begin, link=memory / _SHARED_COPIES)
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(_LAYERS)]).to(device)
+    given = torch.ones(1, 8, device=device)
+    begin = _mean(lambda: layers(given).sum().backward(), device) / (_LAYERS * _OF_LAYER)
+    block = min(_BLOCK, nbytes)
+    again = _mean(source[: block // 4].zero_, device)
+    fresh = block / max(_mean(lambda: _apart(block), torch.device("cpu")) - again, 1e-9)
+    roof = Roof(flops, memory, begin, link=memory / _SHARED_COPIES, fresh=fresh)
     if device.type != "cpu":
         pinned = torch.empty(nbytes // 4, pin_memory=True)
         bus = nbytes / _mean(lambda: pinned.copy_(source, non_blocking=True), device)
@@ -99,7 +113,9 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
 
 def _apart(nbytes: int) -> torch.Tensor:
     """Memory that malloc has no part in: large blocks that are freed would let it keep others of their size."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.float32).fill_(1.0)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32).fill_(
+        1.0
+    )
 
 
 def probed_bytes(room: int | None) -> int:

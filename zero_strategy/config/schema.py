@@ -608,6 +608,10 @@ class ZeroConfig(Section):
     """Take the steps of torch.optim.Adam, AdamW, SGD and Adagrad in the fused ops, one pass over memory. False, or
     `foreach` or `fused` given to the optimizer, leaves the steps to torch."""
 
+    mmap_threshold: int = field(default=0, metadata=at_least(0))
+    """Bytes from which a block of host memory is mapped on its own, in the whole process (mallopt(3)). It goes back to
+    the system when it is freed, where glibc's heap keeps gaps, and takes time for its pages. 0: glibc's own rule."""
+
     timeout_seconds: float = field(default=1800.0, metadata=between(0, math.inf))
     """Seconds until a collective of the process group times out."""
 

@@ -1,0 +1,78 @@
+"""The fullest moment of a step: activations, what an engine makes and frees in it, and gaps between blocks.
+
+Activations are at their most when a backward begins. The largest gradients of a model with tied embeddings come when
+it ends, and with them the buffers of their reduction, so that the two do not add up. Where a head has weights of its
+own, their gradient comes first, and they do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zero_strategy.auto.candidates import Candidate
+from zero_strategy.auto.example import MicroBatchBytes
+from zero_strategy.planning.buckets import facts_of
+from zero_strategy.planning.ledger import Ledger
+from zero_strategy.runtime.host_heap import is_mapped
+
+_LATE = 0.25
+"""Part of the activations that is left when a gradient comes that is said to be late."""
+OWN_BYTES = 20 << 20
+"""Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made."""
+MOST_OWN_BYTES = 32 << 20
+"""The same, at most."""
+_OF_SMALL, _OF_ALL = 0.75, 0.22
+"""Bytes by which glibc's heap grows beyond what is in it, for each byte of smaller activations, and of all that comes
+and goes in a step: a fit to 50 models, whose freed blocks were no place for others."""
+_AT_MOST, _AT_STAGE_3 = 1.0, 0.5
+"""The most of those models: for each byte that comes and goes, and at stage 3 for each of the parameters."""
+
+
+class Gaps(NamedTuple):
+    """Bytes of gaps between blocks.
+
+    Attributes:
+        expected: In the middle.
+        most: At most.
+    """
+
+    expected: int
+    most: int
+
+
+def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | None = None) -> int:
+    """Bytes at the fullest moment beyond a ledger with all its peaks, gaps left out.
+
+    Args:
+        candidate: The way to train.
+        micro_batch: Its activations.
+        ledger: Default: the candidate's.
+    """
+    peaks = (candidate.ledger if ledger is None else ledger).peaks().only(tier="device")
+    handed = sum(entry.taken for entry in peaks if entry.owner.unit == "autograd")  # which are foreseen, too
+    if micro_batch.last > _LATE * micro_batch.peak:
+        return max(0, micro_batch.with_gradients - handed)
+    return max(0, micro_batch.with_gradients - handed - _of_root(candidate), micro_batch.last)
+
+
+def _of_root(candidate: Candidate) -> int:
+    """Bytes of the buffers in which the root unit's gradients wait for their reduction."""
+    plan = candidate.plan
+    root = facts_of(plan.model, plan.resolved, plan.compute_dtype)[0]
+    passing = [each for each in root if each.trainable and not each.keeps_full(candidate.config, plan.accumulation)]
+    return sum(each.gradient_bytes for each in passing)
+
+
+def gaps(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | None = None) -> Gaps:
+    """Gaps in glibc's heap; none where blocks are mapped, or on a device. For the arguments see `beside`."""
+    if candidate.plan.device_type != "cpu" or is_mapped(candidate.config.mmap_threshold):
+        return Gaps(0, 0)
+    peaks = (candidate.ledger if ledger is None else ledger).peaks().only(tier="device").total.taken
+    moving = peaks + beside(candidate, micro_batch, ledger)
+    expected = int(_OF_SMALL * micro_batch.in_heap + _OF_ALL * moving)
+    most = _AT_MOST * moving
+    if candidate.config.stage == 3:
+        most += _AT_STAGE_3 * candidate.plan.model.parameters * (candidate.plan.compute_dtype or torch.float32).itemsize
+    return Gaps(expected, max(expected, int(most)))
