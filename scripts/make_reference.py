@@ -42,6 +42,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "matrix_parameters": ("patterns of the names of matrices that have buckets of their own", '["*.mlp.*.weight"]'),
     "elementwise_optimizers": ("own optimizers that treat every element by itself, and are not tried", "[MyAdam]"),
     "fused_optimizers": ("step torch's Adam, AdamW, SGD and Adagrad with the fused ops", "false"),
+    "mmap_threshold": ("bytes from which a block of host memory is mapped on its own; 0: as glibc decides", "131072"),
     "timeout_seconds": ("time limit of a collective of the process group", "600"),
     "barrier_seconds": ("time limit of this package's own waits for other ranks", "120"),
     "units.classes": ("class names of the modules that are gathered and released as one; none: found", "[Block]"),

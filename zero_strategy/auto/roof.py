@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_strategy.auto.foreseen import Work
+from zero_strategy.auto.foreseen import Work, states_kept
 from zero_strategy.offload.stores import probe
 
 _SIDE = 512
@@ -97,7 +97,8 @@ def measure(device: torch.device, dtype: torch.dtype, room: int | None = None) -
     flops = 2 * side**3 / _mean(lambda: a @ a, device)
     source, into = (_apart(nbytes).to(device) for _ in range(2))
     memory = 2 * nbytes / _mean(lambda: into.copy_(source), device)
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(_LAYERS)]).to(device)
+    with states_kept():
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(_LAYERS)]).to(device)
     given = torch.ones(1, 8, device=device)
     begin = _mean(lambda: layers(given).sum().backward(), device) / (_LAYERS * _OF_LAYER)
     block = min(_BLOCK, nbytes)

@@ -121,6 +121,7 @@ class ZeroSettings(TypedDict, total=False):
         matrix_parameters: Patterns of the names of matrices that share buckets with each other alone; default: none,
             or with matrix_optimizers those of units below the root.
         fused_optimizers: Take the steps of torch's Adam, AdamW, SGD and Adagrad in the fused ops.
+        mmap_threshold: Bytes from which a block of host memory is mapped on its own; 0: as glibc decides.
         timeout_seconds: Seconds until a collective times out.
         barrier_seconds: Seconds that our own waits on other ranks last at most.
     """
@@ -152,6 +153,7 @@ class ZeroSettings(TypedDict, total=False):
     matrix_optimizers: list[str] | None
     matrix_parameters: list[str] | None
     fused_optimizers: bool | None
+    mmap_threshold: int | None
     timeout_seconds: float | None
     barrier_seconds: float | None
 
