@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero_strategy.activation.functional import configure_from, timings
 from zero_strategy.activation.settings import CheckpointTimings
 from zero_strategy.activation.units import UnitActivations
+from zero_strategy.auto.guard import guard_for
 from zero_strategy.auto.trial import trial_for
 from zero_strategy.checkpoint import StateReader, exports, full_tensors
 from zero_strategy.checkpoint.deferred import close_deferred, open_deferred
@@ -166,7 +167,12 @@ class ZeroEngine:
         self.model.engine = self
         self.slots = SlotSteps(self.model, zero, self.steps)
         self._trial = trial_for(zero, self.model.unsharder, self.mesh.control.all_gather_objects, self.mesh.rank)
-        self.activations = UnitActivations(self.model, zero.activation_checkpointing, zero.offload.activations)
+        self.activations = UnitActivations(
+            self.model,
+            zero.activation_checkpointing,
+            zero.offload.activations,
+            guard_for(zero, self.model, self.mesh.rank),
+        )
         if compute_dtype is not None:
             self.model.cast_buffers(compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
@@ -205,3 +208,34 @@ def test_units_inside_of_a_list_are_computed_again() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]))
     names = ["", "0", "0.0", "0.1", "0.1.0"]
     assert outermost_names([(name, model.get_submodule(name)) for name in names]) == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize("most", [2, 8])
+def test_a_batch_norm_which_refuses_one_row(most: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
+    example = Example(torch.randn(most, 8), lambda module, batch: module(batch).square().mean())
+    rows = ForeseenRows(model, example, [], most)
+    assert rows.bytes_of("none", most).peak >= rows.bytes_of("none", 1).peak > 0
+
+
+def profiled(model: nn.Module, batch: Tensor, file: Path) -> int:
+    """Bytes at most of a real run, without a mode that looks on: as torch's profiler counts them."""
+    run_for_real(model, batch)  # gradients go by hooks, from now on
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        loss(model, batch).backward()
+    found.export_chrome_trace(str(file))
+    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["name"] == "[memory]"]
+    events.sort(key=lambda each: each["ts"])
+    before = events[0]["args"]["Total Allocated"] - events[0]["args"]["Bytes"]
+    return int(max(each["args"]["Total Allocated"] for each in events) - before)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_gradients_that_are_summed_take_the_memory_of_one(rows: int, tmp_path: Path) -> None:
+    """The model's head and embedding are one weight; autograd adds the two gradients up in place."""
+    model, batch = GPT(SIZE, LENGTH), tokens(rows)
+    found = foresee(model, batch, loss, units=UNITS)
+    real = profiled(model, batch, tmp_path / "trace.json")
+    assert found.with_gradients - batch.nbytes == pytest.approx(real, rel=0.01)
+    assert found.last < 0.25 * found.peak  # the weight's gradient is there when backward is over
+    assert len(found.after_units) == len(UNITS) and list(found.after_units) == sorted(found.after_units)[::-1]

@@ -15,13 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, update_wrapper
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_strategy.activation.budget import Profile, StepProfile, choose
+from zero_strategy.activation.droppable import Droppable
 from zero_strategy.activation.offload import ActivationStore, model_storages
 from zero_strategy.activation.products import selective_contexts
 from zero_strategy.comm.collectives import Communicator
@@ -168,6 +169,14 @@ class BufferStates:
         return self._learning and state.copy is not None and not torch.equal(state.copy, state.buffer)
 
     @staticmethod
+    def reset(states: Sequence[BufferState]) -> None:
+        """Write the values of before a forward that has failed; those that were not copied do not change in one."""
+        for state in states:
+            if state.copy is not None:
+                buffers_of(state.owner)[state.name] = state.buffer
+                state.buffer.detach().copy_(state.copy)
+
+    @staticmethod
     @contextmanager
     def restored(changed: Sequence[BufferState]) -> Iterator[None]:
         """Inside, modules have the values of before the forward; outside nothing of what was written."""
@@ -195,14 +204,23 @@ class UnitActivations:
         model: The model; `forward` of its units is replaced where there is anything to do.
         settings: What is computed again.
         tier: Where what is kept waits: "none" (the device) or "cpu".
+        guard: Of the first steps, in which nothing is to be computed again unless memory runs short.
 
     Attributes:
         forwards: In the order of registration.
         profile: What is being measured, until units have been chosen by a budget.
         store: Where what is kept waits; None: on the device.
+        guard: See the argument; None: the first steps are over, or nobody guards them.
     """
 
-    def __init__(self, model: ShardedModel, settings: ActivationCheckpointingConfig, tier: str = "none") -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        settings: ActivationCheckpointingConfig,
+        tier: str = "none",
+        guard: StepGuard | None = None,
+    ) -> None:
+        self._settings, self.guard = settings, guard
         self.mode, self._budget = settings.mode, settings.budget or DEFAULT_BUDGET
         self._derived = settings.budget is None or settings.is_derived("budget")
         self.forwards: list[UnitForward] = []
@@ -210,7 +228,7 @@ class UnitActivations:
         self.store: ActivationStore | None = None
         if tier == "cpu" and model.device.type != "cpu":  # else they are there already
             self.store = ActivationStore(model.device, model_storages(model))
-        if self.mode == "none" and tier == "none":
+        if self.mode == "none" and tier == "none" and guard is None:
             return
         units = outermost(model.units)
         if not units:
@@ -221,7 +239,9 @@ class UnitActivations:
             )
         self.forwards = [UnitForward(unit, number, self, model.unsharder) for number, unit in enumerate(units)]
         for number, forward in enumerate(self.forwards):
-            forward.recomputed = self.mode != "none" and (self.mode != "every_n" or number % settings.every_n == 0)
+            forward.recomputed = (self.mode != "none" or guard is not None) and (
+                self.mode != "every_n" or number % settings.every_n == 0
+            )
         if self.mode == "budget" and units:
             self.profile = StepProfile(model_storages(model))
 
@@ -234,16 +254,19 @@ class UnitActivations:
         """Let every unit have its own `forward` again."""
         for forward in self.forwards:
             forward.undo()
-        self.forwards, self.profile, self.store = [], None, None
+        self.forwards, self.profile, self.store, self.guard = [], None, None, None
 
     def choose(self, control: Communicator) -> None:
         """Choose units by the budget once something was measured; all ranks call it before an optimizer step.
 
-        Ranks take the measurement of the rank that keeps most.
+        Ranks take the measurement of the rank that keeps most. Where the first steps are guarded, all units are
+        computed again from now on if memory has run short on any rank.
 
         Raises:
             ValueError: If somebody set a budget that is too small for any choice; says what is enough.
         """
+        if self.guard is not None:
+            self._end_guard(self.guard, control)
         if self.profile is None:
             return
         # A rank without a forward has nothing to tell, and takes part all the same.
@@ -275,6 +298,35 @@ class UnitActivations:
             profile.peak(chosen),
             profile.kept,
         )
+
+    def _end_guard(self, guard: StepGuard, control: Communicator) -> None:
+        short = [(rank, each) for rank, each in enumerate(control.all_gather_objects(guard.shortage)) if each]
+        if short:
+            self.guard, self.mode = None, "full"
+            self._settings.record("mode", "full", "memory ran short: auto.enabled")
+            if control.rank == 0:
+                said = "; ".join(f"rank {rank}: {each}" for rank, each in short)
+                warnings.warn(
+                    "memory ran short in the first steps, which went on: all units are computed again from now on "
+                    f"(activation_checkpointing.mode: full); {said}",
+                    stacklevel=2,
+                )
+        elif guard.step_over():
+            self.undo()  # nothing is computed again, as it was chosen
+
+
+class StepGuard(Protocol):
+    """A guard of the first steps; see `auto.guard`."""
+
+    kept: Droppable
+    shortage: str
+    """When memory ran short; "": it did not."""
+
+    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any]) -> Any:
+        """Run a unit's forward, and if memory runs short in it, once more by `again`."""
+
+    def step_over(self) -> bool:
+        """A step has ended on all ranks; True after the last one that is guarded."""
 
 
 class UnitForward:
@@ -325,7 +377,7 @@ class UnitForward:
             return self._uncompiled(args, kwargs)
         if self._activations.store is not None:
             return self._run_around_compiled(args, kwargs)
-        if not self.recomputed:
+        if not self.recomputed or self._activations.guard is not None:
             return self._forward(*args, **kwargs)
         if self._selective:  # named here, for the compiler wants a plain function
             return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
@@ -344,6 +396,11 @@ class UnitForward:
         activations = self._activations
         if activations.mode != "none":
             args, kwargs = without_caches(self.name, args, kwargs)
+        elif activations.guard is not None:
+            try:
+                args, kwargs = without_caches(self.name, args, kwargs)
+            except ValueError:  # it cannot be computed again, and so nothing of it dropped
+                return self._forward(*args, **kwargs)
         with nullcontext() if activations.store is None else activations.store.unit(self.module):
             return self._checkpointed(args, kwargs) if self.recomputed else self._forward(*args, **kwargs)
 
@@ -354,7 +411,18 @@ class UnitForward:
         # Before `take_tensors`, after which nobody here has the inputs.
         measured = self._measure(replay, states)
         contexts = partial(self._around, changed)
-        result = checkpoint(replay, *replay.take_tensors(), use_reentrant=False, context_fn=contexts)
+        tensors = replay.take_tensors()
+
+        def forward() -> Any:
+            return checkpoint(replay, *tensors, use_reentrant=False, context_fn=contexts)
+
+        def again() -> Any:
+            self._buffers.reset(states)
+            return forward()
+
+        guard = self._activations.guard
+        result = forward() if guard is None else guard.run(self._number, forward, again)
+        tensors.clear()  # what autograd does not save goes
         # The contexts have this list already: only after the forward is it known what that changes.
         changed += self._buffers.after(states)
         measured(result)
@@ -373,7 +441,9 @@ class UnitForward:
 
     def _around(self, changed: list[BufferState]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Context of a forward and its replays."""
-        first, again = selective_contexts() if self._selective else (nullcontext(), nullcontext())
+        guard = self._activations.guard
+        plain = nullcontext() if guard is None else guard.kept.context()
+        first, again = selective_contexts() if self._selective else (plain, nullcontext())
         held = nullcontext if self._unsharder is None else self._unsharder.replay
         if (profile := self._activations.profile) is not None:
             return first, Around(profile.replay, held, partial(self._buffers.restored, changed))

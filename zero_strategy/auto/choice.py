@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_strategy.auto.candidates import Candidate, batches_of, candidates, is_open, pinned
 from zero_strategy.auto.example import MicroBatchBytes, MicroBatches
-from zero_strategy.auto.fullest import OWN_BYTES, beside, gaps
+from zero_strategy.auto.fullest import OWN_BYTES, beside, gaps, to_come
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
@@ -75,6 +75,7 @@ class Choice:
         activations: How their bytes are known: "foreseen without memory", or why they are not.
         margin: Part of the memory that stays free.
         asked: The config as it was given.
+        to_come: Bytes that the chosen one's micro-batch still takes after each unit's forward, in order.
         tried: Settings that a running engine can change, of which a trial takes the quickest; the first are chosen.
     """
 
@@ -84,6 +85,7 @@ class Choice:
     margin: float
     asked: ZeroConfig = field(repr=False)
     tried: Sequence[Mapping[str, Any]] = ()
+    to_come: Sequence[int] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,6 +120,8 @@ class Choice:
             "activations": self.activations,
             "own": OWN_BYTES,
             "margin": self.margin,
+            "to come": list(self.to_come),
+            "ranks per host": self.chosen.candidate.plan.ranks_per_host,
             "tried": [dict(each) for each in self.tried],
             "candidates": [_figures(each) for each in told],
             "left out": len(self.considered) - len(told),
@@ -214,8 +218,9 @@ def choose(
     rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
     told = [_with_reason(each, best) for each in rest]
     known = unknown if foreseen is None else "foreseen without memory"
-    tried = _tried(asked, best, budget, _bytes_of(best.candidate, foreseen))
-    return Choice(best, [best, *told], known, budget.margin, asked, tried)
+    micro_batch = _bytes_of(best.candidate, foreseen)
+    tried = _tried(asked, best, budget, micro_batch)
+    return Choice(best, [best, *told], known, budget.margin, asked, tried, to_come(best.candidate, micro_batch))
 
 
 def _tried(asked: ZeroConfig, best: Considered, budget: Budget, micro_batch: MicroBatchBytes) -> list[dict[str, Any]]:

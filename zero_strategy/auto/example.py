@@ -130,6 +130,8 @@ class ForeseenRows:
     ) -> None:
         self._module, self._example, self._units, self._dtype = module, example, units, dtype
         self._most = most or example.rows
+        # Not one, if it can be helped, as a batch norm refuses that; it is on the line, too.
+        self._least = min(2 if self._most > 2 else 1, self._most)
         self._ends: dict[str, tuple[Foreseen, Foreseen]] = {}
         self.rows = 0 if example.rows else self._most or 1
         self._ends_of("none")
@@ -162,8 +164,18 @@ class ForeseenRows:
     def _ends_of(self, mode: str) -> tuple[Foreseen, Foreseen]:
         if mode not in self._ends:
             last = self._run(mode, self._most)
-            self._ends[mode] = self._run(mode, 1) if self._most > 1 and self._example.rows else last, last
+            self._ends[mode] = self._fewest(mode) or last, last
         return self._ends[mode]
+
+    def _fewest(self, mode: str) -> Foreseen | None:
+        if not self._example.rows or self._least == self._most:
+            return None
+        try:
+            return self._run(mode, self._least)
+        except UnforeseenError:
+            if self._least > 1:
+                raise
+            return None  # no more than two rows take
 
     def _run(self, mode: str, rows: int) -> Foreseen:
         example = self._example.of_rows(rows) if self._example.rows else self._example
@@ -173,7 +185,9 @@ class ForeseenRows:
         )  # fmt: skip
 
     def _on_line(self, first: float, last: float, rows: int) -> float:
-        return last if rows >= self._most else first + (last - first) * (rows - 1) / (self._most - 1)
+        if rows >= self._most:
+            return last
+        return first + (last - first) * (rows - self._least) / (self._most - self._least)
 
 
 _LOOKED_AT = 64

@@ -26,8 +26,8 @@ MOST_OWN_BYTES = 32 << 20
 _OF_SMALL, _OF_ALL = 0.75, 0.22
 """Bytes by which glibc's heap grows beyond what is in it, for each byte of smaller activations, and of all that comes
 and goes in a step: a fit to 50 models, whose freed blocks were no place for others."""
-_AT_MOST, _AT_STAGE_3 = 1.0, 0.5
-"""The most of those models: for each byte that comes and goes, and at stage 3 for each of the parameters."""
+_AT_MOST, _AT_STAGE_3 = 3.0, 0.5
+"""The most of 200 models: for each byte that comes and goes, and at stage 3 for each of the parameters."""
 
 
 class Gaps(NamedTuple):
@@ -55,6 +55,13 @@ def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | 
     if micro_batch.last > _LATE * micro_batch.peak:
         return max(0, micro_batch.with_gradients - handed)
     return max(0, micro_batch.with_gradients - handed - _of_root(candidate), micro_batch.last)
+
+
+def to_come(candidate: Candidate, micro_batch: MicroBatchBytes) -> list[int]:
+    """Bytes that are still to come after each unit's forward, those that the engine makes and frees among them."""
+    whole = candidate.ledger.peaks().only(tier="device").total.taken + beside(candidate, micro_batch)
+    more = max(0, whole - micro_batch.with_gradients)
+    return [nbytes + more for nbytes in micro_batch.after_units]
 
 
 def _of_root(candidate: Candidate) -> int:

@@ -24,6 +24,7 @@ from zero_strategy.fsdp.layout import round_up
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.planning.buckets import BLOCK
 from zero_strategy.planning.ledger import COMMUNICATORS, Category, Entry, Ledger, Owner, Tier, allocated
+from zero_strategy.runtime.host_heap import free_in_heap
 from zero_strategy.runtime.terminal import size, table
 
 if TYPE_CHECKING:
@@ -361,14 +362,33 @@ _STACK = 8 << 20
 """Bytes of a thread's stack where there is no limit."""
 
 
-def _process_room(root: Path) -> int | None:
+def room_now(device: torch.device, ranks_per_host: int = 1, *, in_heap: bool = True) -> int | None:
+    """Bytes that a rank whose threads run may still take where it computes; None: not known.
+
+    Args:
+        device: Where it computes.
+        ranks_per_host: Ranks that take as much at the same time.
+        in_heap: What is free in malloc's heap counts.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    root = Path("/")
+    shared = [nbytes for name, nbytes in host_memory(root).items() if name == "MemAvailable"]
+    shared += [left for _, left in _cgroup_rooms(root)]
+    own = _process_room(root, threads=0)
+    rooms = [nbytes // ranks_per_host for nbytes in shared] + ([] if own is None else [own])
+    return min(rooms) + (free_in_heap() if in_heap else 0) if rooms else None
+
+
+def _process_room(root: Path, threads: int = _THREADS) -> int | None:
     """Bytes that this process may still take by its own limits; None: it has none.
 
     Stacks of threads count as soon as these begin, by their whole size.
     """
     rooms = []
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    stacks = _THREADS * (_STACK if stack == resource.RLIM_INFINITY else stack)
+    stacks = threads * (_STACK if stack == resource.RLIM_INFINITY else stack)
     for kind, field in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
         soft, _ = resource.getrlimit(kind)
         if soft == resource.RLIM_INFINITY:

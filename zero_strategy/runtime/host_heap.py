@@ -8,6 +8,7 @@ each block takes time for its pages.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 
@@ -21,7 +22,7 @@ _VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
 def is_open() -> bool:
     """True if a process may set the threshold: it has glibc, and the environment says nothing of it."""
-    return platform.libc_ver()[0] == "glibc" and _VARIABLE not in os.environ
+    return _is_glibc() and _VARIABLE not in os.environ
 
 
 def is_mapped(threshold: int) -> bool:
@@ -31,4 +32,36 @@ def is_mapped(threshold: int) -> bool:
 
 def map_blocks(threshold: int) -> bool:
     """Map blocks of so many bytes or more, in the whole process from now on; False if malloc is not glibc's."""
-    return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold))
+    return _is_glibc() and bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, threshold))
+
+
+def trim() -> None:
+    """Give what is free in the heap back to the system, as far as it can be."""
+    if _is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_in_heap() -> int:
+    """Bytes that are free in the heap, for blocks that find a place there; 0: nobody knows."""
+    if not _is_glibc() or not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        return 0
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = _Mallinfo
+    found: int = call().fordblks
+    return found
+
+
+class _Mallinfo(ctypes.Structure):
+    """See mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+@functools.cache
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

@@ -71,6 +71,14 @@ def when_backward_ends(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 
+def hooks_on_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost hooks on saved tensors that are set now: what packs, and what unpacks."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    assert found is not None
+    pack, unpack = found
+    return pack, unpack
+
+
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a sparse tensor, also of one whose indices occur twice."""
     return tensor._indices(), tensor._values()

@@ -1,0 +1,143 @@
+"""A guard of the first steps: where memory runs short, activations that units keep are dropped, and the run goes on.
+
+What is foreseen can be wrong: batches are larger than the example, somebody else takes memory, blocks lie badly. In the
+first two steps (with the second the optimizer's state is there) units keep what autograd saves so that it can be
+dropped. Before the rest of a micro-batch has no room, or when an allocation in a unit fails, all of it is dropped on
+this rank alone: units are computed again, which changes no collective and no bit. Then ranks agree, and all compute
+units again from the next step on.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_strategy.activation.droppable import Droppable
+from zero_strategy.activation.offload import model_storages
+from zero_strategy.auto.candidates import CHOSEN
+from zero_strategy.config import ZeroConfig
+from zero_strategy.fsdp.model import ShardedModel
+from zero_strategy.planning.held import room_now
+from zero_strategy.runtime.host_heap import is_mapped, trim
+from zero_strategy.runtime.terminal import report, size
+
+STEPS = 2
+"""That are guarded."""
+
+_logger = logging.getLogger(__name__)
+
+
+class FirstSteps:
+    """A guard; see `StepGuard`.
+
+    Args:
+        kept: What units keep.
+        to_come: Bytes that a micro-batch still takes after each unit's forward, in order; empty: nobody knows.
+        room: Gives the bytes that this rank may still take; None: nobody knows.
+        device: Where it computes.
+        told: Called with what was measured, when the steps are over.
+
+    Attributes:
+        shortage: When memory ran short; "": it did not.
+    """
+
+    def __init__(
+        self,
+        kept: Droppable,
+        to_come: Sequence[int],
+        room: Callable[[], int | None],
+        device: torch.device,
+        told: Callable[[Mapping[str, Any]], None] = lambda found: None,
+    ) -> None:
+        self.kept, self._to_come, self._room, self._device, self._told = kept, to_come, room, device, told
+        self.shortage = ""
+        self._steps = self._most = 0
+
+    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any]) -> Any:
+        """See `StepGuard`."""
+        states = self._random_states()
+        try:
+            result = forward()
+        except Exception as error:
+            if self.shortage or not is_out_of_memory(error):
+                raise
+            said = str(error).partition("\n")[0]
+        else:
+            self._look(unit)
+            return result
+        # Not in the handler, whose traceback holds what the forward has made.
+        self._drop(f"in the forward of unit {unit} ({said})")
+        self._restore(states)
+        return again()
+
+    def step_over(self) -> bool:
+        """See `StepGuard`."""
+        self._steps += 1
+        if self._steps == STEPS:
+            self._told({"activations of units": self._most})
+        return self._steps >= STEPS
+
+    def _look(self, unit: int) -> None:
+        """Drop before there is no room for what is still to come."""
+        if self.shortage:
+            return
+        if unit == len(self._to_come) - 1:
+            self._most = max(self._most, self.kept.nbytes)
+        if unit < len(self._to_come) and (room := self._room()) is not None and room < self._to_come[unit]:
+            self._drop(f"after unit {unit}: {size(self._to_come[unit])} are to come, there {size(room)}")
+
+    def _drop(self, when: str) -> None:
+        self.kept.drop()
+        self.shortage = f"{when}, {size(self.kept.dropped or 0)} dropped"
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            trim()
+
+    def _random_states(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_gpu
+
+    def _restore(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocation has failed, on a device or the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+
+
+def guard_for(config: ZeroConfig, model: ShardedModel, rank: int) -> FirstSteps | None:
+    """The guard of a run whose settings were chosen, and which computes nothing again; None: there is none.
+
+    Args:
+        config: Of the run; gets what was measured.
+        model: The model.
+        rank: This one; rank 0 tells.
+    """
+    chosen = config.chosen
+    checkpointing = config.activation_checkpointing
+    if chosen is None or checkpointing.mode != "none" or config.offload.activations != "none":
+        return None
+    if config.origin_of("activation_checkpointing.mode") != CHOSEN:
+        return None  # a user's own, which stays
+    ranks = int(chosen.get("ranks per host", 1))
+
+    def told(found: Mapping[str, Any]) -> None:
+        config._chosen = {**(config.chosen or {}), "measured": dict(found)}
+        if rank == 0:
+            report(_logger, "measured in %d steps (auto.enabled): units keep %s", STEPS, size(max(found.values())))
+
+    def room() -> int | None:
+        return room_now(model.device, ranks, in_heap=not is_mapped(config.mmap_threshold))
+
+    return FirstSteps(Droppable(model_storages(model)), chosen.get("to come", ()), room, model.device, told)
