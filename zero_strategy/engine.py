@@ -167,12 +167,9 @@ class ZeroEngine:
         self.model.engine = self
         self.slots = SlotSteps(self.model, zero, self.steps)
         self._trial = trial_for(zero, self.model.unsharder, self.mesh.control.all_gather_objects, self.mesh.rank)
-        self.activations = UnitActivations(
-            self.model,
-            zero.activation_checkpointing,
-            zero.offload.activations,
-            guard_for(zero, self.model, self.mesh.rank),
-        )
+        guard = guard_for(zero, self.model, self.mesh.rank)
+        tier = zero.offload.activations
+        self.activations = UnitActivations(self.model, zero.activation_checkpointing, tier, guard)
         if compute_dtype is not None:
             self.model.cast_buffers(compute_dtype)
         self.scaler = LossScaler(zero.loss_scale) if compute_dtype == torch.float16 else None

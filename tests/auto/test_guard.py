@@ -1,4 +1,4 @@
-"""Where memory runs short in the first steps, a run goes on with the same bits, and all ranks compute units again."""
+"""A run whose memory runs short in the first steps goes on with the same bits, and all ranks compute units again."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_a_run_goes_on_with_the_same_bits(ranks: Launcher, stage: int, short: st
     assert not found[1]["said"]
 
 
-def test_a_limit_of_the_process_is_kept(ranks: Launcher) -> None:
+def test_a_limit_of_the_process_is_kept(fresh_ranks: Launcher) -> None:
     """Units keep twelve blocks of 4 MiB each at least, and the process may take hardly more than two units."""
     settings = {**chosen(0), "mmap_threshold": 65536}
-    (found,) = ranks(1)(trained, settings, "limited", 3, 4096)
-    (plain,) = ranks(1)(trained, {**pinned(0), "mmap_threshold": 65536}, "", 3, 4096)
+    (found,) = fresh_ranks(1)(trained, settings, "limited", 3, 4096)
+    (plain,) = fresh_ranks(1)(trained, {**pinned(0), "mmap_threshold": 65536}, "", 3, 4096)
     assert found["guarded"] and found["said"] and found["again"] == BLOCKS
     assert (found["digest"], found["losses"]) == (plain["digest"], plain["losses"])
 

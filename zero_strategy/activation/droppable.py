@@ -31,7 +31,7 @@ class _Kept:
 
 
 class Droppable:
-    """What autograd saves inside of checkpoints.
+    """Tensors that autograd saves inside of checkpoints.
 
     Args:
         parameters: Memory that does not count.

@@ -76,6 +76,7 @@ class Choice:
         margin: Part of the memory that stays free.
         asked: The config as it was given.
         to_come: Bytes that the chosen one's micro-batch still takes after each unit's forward, in order.
+        speeds: Where they come from.
         tried: Settings that a running engine can change, of which a trial takes the quickest; the first are chosen.
     """
 
@@ -84,6 +85,7 @@ class Choice:
     activations: str
     margin: float
     asked: ZeroConfig = field(repr=False)
+    speeds: str = "measured"
     tried: Sequence[Mapping[str, Any]] = ()
     to_come: Sequence[int] = ()
 
@@ -108,7 +110,11 @@ class Choice:
         header = ("settings", "rows x micro-batches", "memory of a rank", "seconds", "")
         text = table(rows, header, right=(3,))
         text += f"\n{left} more candidates" if left else ""
-        return f"{text}\nactivations: {self.activations}; {self.margin:.0%} of the memory stays free"
+        text += f"\nactivations: {self.activations}; {self.margin:.0%} of the memory stays free"
+        gaps = (
+            ", gaps of malloc's heap fitted to measured ones" if self.chosen.candidate.plan.device_type == "cpu" else ""
+        )
+        return f"{text}\nbytes: computed{gaps}; speeds: {self.speeds}"
 
     def to_json(self, most: int = SHOWN) -> dict[str, Any]:
         """The figures as plain types, of so many candidates at most."""
@@ -120,6 +126,7 @@ class Choice:
             "activations": self.activations,
             "own": OWN_BYTES,
             "margin": self.margin,
+            "speeds are": self.speeds,
             "to come": list(self.to_come),
             "ranks per host": self.chosen.candidate.plan.ranks_per_host,
             "tried": [dict(each) for each in self.tried],
@@ -186,6 +193,7 @@ def choose(
     *,
     rows: int = 0,
     unknown: str = "not known, as there is no example of a batch",
+    speeds: str = "measured",
 ) -> Choice:
     """Choose what nobody has set.
 
@@ -197,6 +205,7 @@ def choose(
         foreseen: Micro-batches; None: nobody knows.
         rows: Of a micro-batch as it comes.
         unknown: Why activations are not known, if they are not.
+        speeds: Where those of the roof come from.
 
     Raises:
         NothingFitsError: If nothing fits; names what is nearest, and ways out.
@@ -220,7 +229,7 @@ def choose(
     known = unknown if foreseen is None else "foreseen without memory"
     micro_batch = _bytes_of(best.candidate, foreseen)
     tried = _tried(asked, best, budget, micro_batch)
-    return Choice(best, [best, *told], known, budget.margin, asked, tried, to_come(best.candidate, micro_batch))
+    return Choice(best, [best, *told], known, budget.margin, asked, speeds, tried, to_come(best.candidate, micro_batch))
 
 
 def _tried(asked: ZeroConfig, best: Considered, budget: Budget, micro_batch: MicroBatchBytes) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ class CountedRows:
         """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""
         again = {"none": 6.0, "selective": 6.3, "full": 8.0}.get(mode, 8.0)
         made = self.bytes_of("none", rows).peak if maps else 0
-        return again * self._parameters * rows * self._tokens / roof.flops + made / roof.fresh
+        return again * self._parameters * rows * self._tokens / roof.flops + roof.mapping(made)
 
 
 class ForeseenRows:
@@ -149,7 +149,7 @@ class ForeseenRows:
     def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """Time of forward and backward of one; with `maps` each block is mapped."""
         first, last = (
-            roof.seconds(each.work) + (each.mapped if maps else each.always_mapped) / roof.fresh
+            roof.seconds(each.work) + roof.mapping(each.mapped if maps else each.always_mapped)
             for each in self._ends_of(mode if mode in MODES else "none")
         )
         return self._on_line(first, last, rows)

@@ -50,7 +50,7 @@ class Roof:
         write, read: Bytes per second of the drives of a host; 0: not known.
         bus: Bytes per second between a device and the host; 0: the device is the host.
         host: Bytes per second of the host's memory, where it takes the optimizer's steps.
-        fresh: Bytes per second that blocks of memory get pages for, beside being filled, where each is mapped.
+        fresh: Bytes per second for which mapped blocks get pages, beside being filled; 0: not known.
     """
 
     flops: float
@@ -61,11 +61,15 @@ class Roof:
     read: float = 0.0
     bus: float = 0.0
     host: float = 0.0
-    fresh: float = math.inf
+    fresh: float = 0.0
 
     def seconds(self, work: Iterable[Work]) -> float:
         """Time of operations after each other."""
         return sum(each.count * max(each.flops / self.flops, each.nbytes / self.memory, self.begin) for each in work)
+
+    def mapping(self, nbytes: float) -> float:
+        """Time of mapping blocks of so many bytes in all."""
+        return nbytes / self.fresh if self.fresh else 0.0
 
     def mean(self, others: Iterable[Roof]) -> Roof:
         """The roof of ranks that share a host's cores: a moment gives one of them more, and a step evens it out."""

@@ -64,7 +64,7 @@ class Timeline:
         self._marks.append(len(self._changes))
 
     def levels(self) -> Levels:
-        """What there was."""
+        """Bytes of the whole run."""
         same, gone = self._sums_in_place()
         gradients = {same.get(block, block) for block in self._gradients}
         own, whole = [0], [0]  # after each change

@@ -43,7 +43,7 @@ def choose_and_tell(
     roof, source = _roof(plan, asked, options.link)
     foreseen, unknown = _foreseen(plan, asked, example, built, rows, options.sequence)
     try:
-        found = choose(asked, plan, budget, roof, foreseen, rows=rows, unknown=unknown)
+        found = choose(asked, plan, budget, roof, foreseen, rows=rows, unknown=unknown, speeds=source)
     except NothingFitsError as error:
         print(json.dumps({"fits": False, "why": str(error)}, indent=1) if options.json else error)
         return 1

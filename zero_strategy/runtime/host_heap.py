@@ -1,4 +1,4 @@
-"""How malloc keeps blocks of host memory: in its heap, where freed ones leave gaps, or each mapped on its own.
+"""Blocks of host memory: in malloc's heap, where freed ones leave gaps, or each mapped on its own.
 
 glibc maps blocks from a threshold on, 128 KiB at first, which grows to the size of any mapped block that is freed, up
 to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). A fixed threshold keeps blocks apart: memory goes back as it is freed, and

@@ -1,0 +1,67 @@
+"""Blocks of host memory: kept in malloc's heap, or mapped."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.launcher import Launcher
+from zero_strategy.runtime import host_heap
+
+
+def mapped_bytes() -> int:
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = host_heap._Mallinfo
+    found: int = call().hblkhd
+    return found
+
+
+def blocks(threshold: int) -> tuple[int, int, int]:
+    """(mapped bytes of sixteen blocks of 4 MiB, those after they went, bytes that are free in the heap then).
+
+    A block of 16 MiB has come and gone before, with which glibc's own rule stops to map smaller ones.
+    """
+    if threshold:
+        assert host_heap.map_blocks(threshold)
+    torch.empty(16 << 20, dtype=torch.uint8)
+    before = mapped_bytes()
+    kept = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(16)]
+    between = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(16)]  # the heap does not end with the blocks
+    made = mapped_bytes() - before
+    kept.clear()
+    left = mapped_bytes() - before
+    del between
+    return made, left, host_heap.free_in_heap()
+
+
+def test_blocks_are_mapped_where_that_is_asked_for(fresh_ranks: Launcher) -> None:
+    ((made, left, free),) = fresh_ranks(1)(blocks, 0)
+    assert made == left == 0 and free >= 32 << 20
+    ((made, left, _),) = fresh_ranks(1)(blocks, host_heap.MAPPED)
+    assert made >= 32 << 20 and left == 0  # a few find free places in the heap
+
+
+def test_the_environment_decides_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    assert host_heap.is_open() and not host_heap.is_mapped(0) and host_heap.is_mapped(65536)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    assert not host_heap.is_open() and host_heap.is_mapped(0)
+
+
+def threshold_of_an_engine(threshold: int) -> int:
+    """Mapped bytes of sixteen blocks of 4 MiB beside an engine with this setting."""
+    from zero_strategy import ZeroEngine
+
+    torch.empty(16 << 20, dtype=torch.uint8)
+    engine = ZeroEngine(torch.nn.Linear(8, 8), {"stage": 0, "mmap_threshold": threshold})
+    before = mapped_bytes()
+    kept = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(16)]
+    made = mapped_bytes() - before
+    del kept, engine
+    return made
+
+
+def test_a_setting_maps_blocks(fresh_ranks: Launcher) -> None:
+    assert fresh_ranks(1)(threshold_of_an_engine, 131072)[0] >= 32 << 20
