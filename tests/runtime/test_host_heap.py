@@ -19,15 +19,15 @@ def mapped_bytes() -> int:
 
 
 def blocks(threshold: int) -> tuple[int, int, int]:
-    """(mapped bytes of sixteen blocks of 4 MiB, those after they went, bytes that are free in the heap then).
+    """(mapped bytes of sixteen blocks of 16 MiB, those after they went, bytes that are free in the heap then).
 
-    A block of 16 MiB has come and gone before, with which glibc's own rule stops to map smaller ones.
+    A block of 24 MiB has come and gone before, with which glibc's own rule stops to map smaller ones.
     """
     if threshold:
         assert host_heap.map_blocks(threshold)
-    torch.empty(16 << 20, dtype=torch.uint8)
+    torch.empty(24 << 20, dtype=torch.uint8)
     before = mapped_bytes()
-    kept = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(16)]
+    kept = [torch.empty(16 << 20, dtype=torch.uint8) for _ in range(16)]
     between = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(16)]  # the heap does not end with the blocks
     made = mapped_bytes() - before
     kept.clear()
@@ -36,11 +36,14 @@ def blocks(threshold: int) -> tuple[int, int, int]:
     return made, left, host_heap.free_in_heap()
 
 
-def test_blocks_are_mapped_where_that_is_asked_for(fresh_ranks: Launcher) -> None:
+def test_blocks_that_go_leave_gaps(fresh_ranks: Launcher) -> None:
     ((made, left, free),) = fresh_ranks(1)(blocks, 0)
-    assert made == left == 0 and free >= 32 << 20
+    assert made == left == 0 and free >= 128 << 20
+
+
+def test_mapped_blocks_leave_none(fresh_ranks: Launcher) -> None:
     ((made, left, _),) = fresh_ranks(1)(blocks, host_heap.MAPPED)
-    assert made >= 32 << 20 and left == 0  # a few find free places in the heap
+    assert made >= 128 << 20 and left == 0  # a few may find free places in the heap
 
 
 def test_the_environment_decides_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,17 +54,17 @@ def test_the_environment_decides_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def threshold_of_an_engine(threshold: int) -> int:
-    """Mapped bytes of sixteen blocks of 4 MiB beside an engine with this setting."""
+    """Mapped bytes of sixteen blocks of 16 MiB beside an engine with this setting."""
     from zero_strategy import ZeroEngine
 
-    torch.empty(16 << 20, dtype=torch.uint8)
+    torch.empty(24 << 20, dtype=torch.uint8)
     engine = ZeroEngine(torch.nn.Linear(8, 8), {"stage": 0, "mmap_threshold": threshold})
     before = mapped_bytes()
-    kept = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(16)]
+    kept = [torch.empty(16 << 20, dtype=torch.uint8) for _ in range(16)]
     made = mapped_bytes() - before
     del kept, engine
     return made
 
 
 def test_a_setting_maps_blocks(fresh_ranks: Launcher) -> None:
-    assert fresh_ranks(1)(threshold_of_an_engine, 131072)[0] >= 32 << 20
+    assert fresh_ranks(1)(threshold_of_an_engine, 131072)[0] >= 128 << 20
