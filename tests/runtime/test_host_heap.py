@@ -38,7 +38,7 @@ def blocks(threshold: int) -> tuple[int, int, int]:
 
 def test_blocks_that_go_leave_gaps(fresh_ranks: Launcher) -> None:
     ((made, left, free),) = fresh_ranks(1)(blocks, 0)
-    assert made == left == 0 and free >= 128 << 20
+    assert made == left == 0 and free >= 64 << 20  # but for what lay at its end
 
 
 def test_mapped_blocks_leave_none(fresh_ranks: Launcher) -> None:
