@@ -26,7 +26,7 @@ from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.fullest import MOST_OWN_BYTES
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
-from zero_strategy.planning.held import Machine
+from zero_strategy.planning.held import THREADS, THREADS_ALONE, Machine
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
 from zero_strategy.planning.model_shape import OptimizerState
 from zero_strategy.planning.room import Budget
@@ -112,7 +112,8 @@ def decide(
     without_drive = deepcopy(asked)
     without_drive.offload.nvme_path = []
     roof = _slowest(place, compute_dtype or torch.float32, drive)
-    rooms = _gathered((os.uname().nodename, Machine.here(drive), present_bytes(module, place)))
+    machine = Machine.here(drive, threads=THREADS if world_size > 1 else THREADS_ALONE)
+    rooms = _gathered((os.uname().nodename, machine, present_bytes(module, place)))
     budget, per_host = least_room(rooms, asked.auto.margin, on_host=place.type == "cpu")
     answer: Any = refused
     if choose_by is not None:

@@ -299,6 +299,10 @@ def _signed(nbytes: int) -> str:
     return size(nbytes) if nbytes >= 0 else "-" + size(-nbytes)
 
 
+THREADS = 12
+"""Threads that an engine and gloo start in a rank."""
+THREADS_ALONE = 4
+"""Those of a rank that is the only one."""
 _NO_LIMIT = 1 << 60
 """Control groups of version 1 say 'none' by a number of this size."""
 
@@ -330,12 +334,15 @@ class Machine:
     disk_path: str | None = None
 
     @classmethod
-    def here(cls, nvme_path: str | os.PathLike[str] | None = None, root: Path = Path("/")) -> Machine:
+    def here(
+        cls, nvme_path: str | os.PathLike[str] | None = None, root: Path = Path("/"), *, threads: int = THREADS
+    ) -> Machine:
         """This machine, as it is now.
 
         Args:
             nvme_path: Directory for NVMe offload; it need not exist yet.
             root: Where `proc`, `sys` and `dev` are.
+            threads: That are still to be started, whose stacks a limit of this process counts.
         """
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         free = [torch.cuda.mem_get_info(device)[0] for device in range(gpus)]
@@ -348,7 +355,7 @@ class Machine:
             gpu_free=min(free, default=None),
             host_free=host_free,
             host_bound=bound,
-            process_free=_process_room(root),
+            process_free=_process_room(root, threads),
             memlock=None if soft == resource.RLIM_INFINITY else soft,
             shm_free=_free(root / "dev/shm"),
             disk_free=None if nvme_path is None else _free(Path(nvme_path)),
@@ -356,8 +363,6 @@ class Machine:
         )
 
 
-_THREADS = 12
-"""Threads that an engine and gloo start in a rank."""
 _STACK = 8 << 20
 """Bytes of a thread's stack where there is no limit."""
 
@@ -376,12 +381,12 @@ def room_now(device: torch.device, ranks_per_host: int = 1, *, in_heap: bool = T
     root = Path("/")
     shared = [nbytes for name, nbytes in host_memory(root).items() if name == "MemAvailable"]
     shared += [left for _, left in _cgroup_rooms(root)]
-    own = _process_room(root, threads=0)
+    own = _process_room(root, 0)
     rooms = [nbytes // ranks_per_host for nbytes in shared] + ([] if own is None else [own])
     return min(rooms) + (free_in_heap() if in_heap else 0) if rooms else None
 
 
-def _process_room(root: Path, threads: int = _THREADS) -> int | None:
+def _process_room(root: Path, threads: int) -> int | None:
     """Bytes that this process may still take by its own limits; None: it has none.
 
     Stacks of threads count as soon as these begin, by their whole size.
