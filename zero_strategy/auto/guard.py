@@ -130,6 +130,8 @@ def guard_for(config: ZeroConfig, model: ShardedModel, rank: int) -> FirstSteps 
         return None
     if config.origin_of("activation_checkpointing.mode") != CHOSEN:
         return None  # a user's own, which stays
+    if any(unit.is_compiled for unit in model.units):
+        return None  # its code would be made twice
     ranks = int(chosen.get("ranks per host", 1))
 
     def told(found: Mapping[str, Any]) -> None:
