@@ -28,7 +28,7 @@ from zero_strategy.cli.report import report_data, report_page
 from zero_strategy.config import load_config, resolve
 from zero_strategy.diagnostics.recorder import install_diagnostics
 from zero_strategy.diagnostics.run_files import read_run
-from zero_strategy.planning.held import Machine
+from zero_strategy.planning.machine import Machine
 
 SETTINGS: dict[str, Any] = {"stage": "auto", "auto": {"global_batch": 16, "enabled": True}}
 

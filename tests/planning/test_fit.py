@@ -15,8 +15,8 @@ from zero_strategy.offload.chunk_store import PAGE_BYTES
 from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.changes import changes_that_fit, kept_bytes, moved_bytes, notes, suggestions, with_resident
 from zero_strategy.planning.gpt_shape import gpt_shape
-from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
+from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.model_shape import ModelShape
 from zero_strategy.planning.room import Budget, fits, needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from zero_strategy.planning.held import Machine
+from zero_strategy.planning.machine import Machine
 
 GB = 10**9
 

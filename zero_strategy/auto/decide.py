@@ -26,7 +26,7 @@ from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.fullest import MOST_OWN_BYTES
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
-from zero_strategy.planning.held import THREADS, THREADS_ALONE, Machine
+from zero_strategy.planning.machine import THREADS, THREADS_ALONE, Machine
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
 from zero_strategy.planning.model_shape import OptimizerState
 from zero_strategy.planning.room import Budget

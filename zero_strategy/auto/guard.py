@@ -21,7 +21,7 @@ from zero_strategy.activation.offload import model_storages
 from zero_strategy.auto.candidates import CHOSEN
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.model import ShardedModel
-from zero_strategy.planning.held import room_now
+from zero_strategy.planning.machine import room_now
 from zero_strategy.runtime.host_heap import is_mapped, trim
 from zero_strategy.runtime.terminal import report, size
 

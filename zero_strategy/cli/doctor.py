@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zero_strategy.comm.local_ranks import LocalRankError, run_local_ranks
 from zero_strategy.comm.store import all_gather_row
-from zero_strategy.planning.held import Machine
+from zero_strategy.planning.machine import Machine
 from zero_strategy.version import __version__
 
 

@@ -255,7 +255,7 @@ def run_plan_command(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from zero_strategy.cli.plan_report import report, report_text
-    from zero_strategy.planning.held import Machine
+    from zero_strategy.planning.machine import Machine
 
     machine = Machine.here(options.nvme_path)
     given = {"device": options.gpu_mem, "host": options.host_mem, "disk": options.disk}

@@ -8,8 +8,8 @@ from typing import Any
 
 from zero_strategy.cli.figures import figure, style, theme
 from zero_strategy.planning.changes import Change, changes_that_fit, gather_advice, notes, suggestions
-from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import CATEGORIES, DEQUANTISED, TIERS, Key, Ledger, Tier
+from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, needs
 from zero_strategy.runtime.terminal import size, table

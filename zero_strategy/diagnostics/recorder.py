@@ -47,7 +47,8 @@ from zero_strategy.diagnostics.step_clock import (
     peak_operations,
 )
 from zero_strategy.engine import ZeroEngine
-from zero_strategy.planning.held import host_memory, resident
+from zero_strategy.planning.held import resident
+from zero_strategy.planning.machine import host_memory
 from zero_strategy.runtime.module_hooks import EphemeralHook
 from zero_strategy.runtime.observer import Mark, Span, Transfer
 from zero_strategy.runtime.terminal import report

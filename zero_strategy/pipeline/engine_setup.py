@@ -37,7 +37,7 @@ from zero_strategy.pipeline.module import PipelineModule
 from zero_strategy.pipeline.schedules import SCHEDULES, Kind, Placement, build_table
 from zero_strategy.pipeline.simulator import Event, Timeline, Times, simulate
 from zero_strategy.pipeline.ties import TiedWeights
-from zero_strategy.planning.held import Machine
+from zero_strategy.planning.machine import Machine
 from zero_strategy.train_state import ModelPart
 from zero_strategy.watchdog.diagnosis import RankLabels
 

@@ -16,8 +16,8 @@ from zero_strategy.planning.buckets import (
     staying_bytes,
     stop_of,
 )
-from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import Ledger
+from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, fits, needs
 from zero_strategy.runtime.terminal import size

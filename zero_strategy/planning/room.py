@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_strategy.planning.held import Machine
 from zero_strategy.planning.ledger import TIERS, Ledger
+from zero_strategy.planning.machine import Machine
 from zero_strategy.planning.memory_plan import MemoryPlan
 
 
