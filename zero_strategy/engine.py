@@ -327,6 +327,8 @@ class ZeroEngine:
             if self.average is not None and not self.sharded(optimizer).skipped:
                 self.average.after_step(self.steps.taken)
             self.observed.mark("step over", self.steps.taken)
+            if not self.sharded(optimizer).skipped:
+                self.activations.step_over(self.mesh.control)
             if self._trial is not None:
                 self._trial.step_over()
                 self._trial = None if self._trial.over else self._trial

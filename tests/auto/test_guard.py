@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.auto.guarded import BLOCKS, trained
+from tests.auto.guarded import BLOCKS, WIDTH, Block, batch_of, loss, net, trained
 from tests.launcher import Launcher
-from zero_strategy.auto.guard import is_out_of_memory
+from zero_strategy import ZeroEngine
+from zero_strategy.auto.example import Example
+from zero_strategy.auto.guard import FirstSteps, is_alike_for_ranks, is_out_of_memory
 
 UNITS = {"min_numel": 0, "classes": ["Block"]}
 
@@ -71,3 +75,102 @@ def test_what_a_user_has_set_is_not_guarded(ranks: Launcher) -> None:
 )
 def test_errors_of_memory_are_known(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) == is_one
+
+
+class Appending(Block):
+    """A block that appends to a list of the caller's."""
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+        seen.append(x.detach())
+        return super().forward(x)
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Appending() for _ in range(3)])
+        self.into, self.out = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x, seen)
+        assert len(seen) == len(self.blocks)
+        return torch.as_tensor(self.out(x))
+
+
+def engine_of(module: nn.Module, classes: list[str] | None = None, **settings: Any) -> ZeroEngine:
+    config = {**chosen(0), **settings, "units": {"min_numel": 0, "classes": classes or ["Block"]}}
+    return ZeroEngine(module, config, example=Example(batch_of(0, 0), loss))
+
+
+def test_a_forward_that_fills_a_list_is_not_run_again() -> None:
+    module = Listing()
+    engine = engine_of(module, ["Appending"])
+    assert engine.activations.guard is not None
+    next(each for each in module.modules() if isinstance(each, Appending)).fails = True
+    with pytest.raises(torch.OutOfMemoryError, match="says the test"):
+        loss(module, batch_of(0, 0))
+    loss(module, batch_of(0, 0)).backward()
+    engine.close()
+
+
+def test_a_checkpoint_of_the_users_keeps_what_it_would() -> None:
+    module = net()
+    engine = engine_of(module)
+    guard = engine.activations.guard
+    assert isinstance(guard, FirstSteps)
+    checkpoint(lambda batch: loss(module, batch), batch_of(0, 0), use_reentrant=False).backward()
+    assert guard.kept.nbytes == 0
+    engine.close()
+
+
+def test_two_steps_are_guarded_with_two_optimizers() -> None:
+    module = net()
+    engine = engine_of(module)
+    optimizers = [
+        torch.optim.SGD(list(module[0].parameters()), lr=0.1),
+        torch.optim.SGD(module[1:].parameters(), lr=0.1),
+    ]
+    for optimizer in optimizers:
+        engine.attach(optimizer)
+    guarded = []
+    for step in range(3):
+        guarded.append(engine.activations.guard is not None)
+        loss(module, batch_of(step, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guarded == [True, True, False]
+    engine.close()
+
+
+class InPlace(Block):
+    """A block that changes its input, which cannot be computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+def with_blocks(*blocks: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 1))
+
+
+def test_blocks_that_nobody_can_compute_again_are_not_guarded() -> None:
+    engine = engine_of(with_blocks(Block(), InPlace()), ["Block", "InPlace"])
+    assert engine.activations.guard is None
+    engine.close()
+
+
+def test_blocks_that_one_rank_alone_must_not_compute_again_are_known() -> None:
+    """Parameters of two units, a norm of all ranks, units in units."""
+    shared, nested = [Block(), Block()], Block()
+    shared[1].out = shared[0].out
+    nested.out = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))  # type: ignore[assignment]
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(Block())
+    for blocks, alike in (([Block()], True), (shared, False), ([nested], False), ([synchronised], False)):
+        engine = ZeroEngine(with_blocks(*blocks), pinned(0))
+        assert is_alike_for_ranks(engine.config.config, engine.model) == alike
+        engine.close()

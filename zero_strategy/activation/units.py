@@ -30,7 +30,7 @@ from zero_strategy.config import DEFAULT_BUDGET, ActivationCheckpointingConfig
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.fsdp.unit import Unit
 from zero_strategy.fsdp.unshard import Unsharder
-from zero_strategy.runtime.torch_private import buffers_of, uncompiled, version_of
+from zero_strategy.runtime.torch_private import buffers_of, may_hook_saved_tensors, uncompiled, version_of
 from zero_strategy.sequence.tiling import PlainForward
 
 
@@ -45,6 +45,10 @@ class Replay:
         forward: What is run.
         args: Its arguments.
         kwargs: Its arguments by name.
+
+    Attributes:
+        tensors: Those among the arguments.
+        fills: The forward may append to a list or a dict of the caller's.
     """
 
     def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,6 +56,7 @@ class Replay:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.tensors: list[Tensor] = []
         self._shape = _take_out((args, kwargs), self.tensors)
+        self.fills = any(type(value) in (list, dict) for value in (*args, *kwargs.values()))
 
     def take_tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order; they are not held here any longer."""
@@ -174,7 +179,8 @@ class BufferStates:
         for state in states:
             if state.copy is not None:
                 buffers_of(state.owner)[state.name] = state.buffer
-                state.buffer.detach().copy_(state.copy)
+                if not torch.equal(state.buffer, state.copy):  # others may have been saved by autograd
+                    state.buffer.detach().copy_(state.copy)
 
     @staticmethod
     @contextmanager
@@ -231,7 +237,9 @@ class UnitActivations:
         if self.mode == "none" and tier == "none" and guard is None:
             return
         units = outermost(model.units)
-        if not units:
+        if not units and self.mode == "none" and tier == "none":
+            self.guard = None
+        elif not units:
             warnings.warn(
                 f"activation_checkpointing.mode is {self.mode!r}, offload.activations {tier!r}, and this model has no "
                 "units besides the root, so they change nothing; name its layers in units.classes or units.patterns",
@@ -259,14 +267,11 @@ class UnitActivations:
     def choose(self, control: Communicator) -> None:
         """Choose units by the budget once something was measured; all ranks call it before an optimizer step.
 
-        Ranks take the measurement of the rank that keeps most. Where the first steps are guarded, all units are
-        computed again from now on if memory has run short on any rank.
+        Ranks take the measurement of the rank that keeps most.
 
         Raises:
             ValueError: If somebody set a budget that is too small for any choice; says what is enough.
         """
-        if self.guard is not None:
-            self._end_guard(self.guard, control)
         if self.profile is None:
             return
         # A rank without a forward has nothing to tell, and takes part all the same.
@@ -299,7 +304,17 @@ class UnitActivations:
             profile.kept,
         )
 
-    def _end_guard(self, guard: StepGuard, control: Communicator) -> None:
+    def step_over(self, control: Communicator) -> None:
+        """A step has ended; all ranks call it.
+
+        If memory ran short on any rank in a guarded step, all units are computed again from now on.
+
+        Args:
+            control: Of all ranks.
+        """
+        guard = self.guard
+        if guard is None:
+            return
         short = [(rank, each) for rank, each in enumerate(control.all_gather_objects(guard.shortage)) if each]
         if short:
             self.guard, self.mode = None, "full"
@@ -322,8 +337,8 @@ class StepGuard(Protocol):
     shortage: str
     """When memory ran short; "": it did not."""
 
-    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any]) -> Any:
-        """Run a unit's forward, and if memory runs short in it, once more by `again`."""
+    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any] | None) -> Any:
+        """Run a unit's forward, and if memory runs short in it, once more by `again`, if there is a way to."""
 
     def step_over(self) -> bool:
         """A step has ended on all ranks; True after the last one that is guarded."""
@@ -377,7 +392,7 @@ class UnitForward:
             return self._uncompiled(args, kwargs)
         if self._activations.store is not None:
             return self._run_around_compiled(args, kwargs)
-        if not self.recomputed or self._activations.guard is not None:
+        if not self.recomputed or self._activations.guard is not None:  # a guard looks at nothing that is compiled
             return self._forward(*args, **kwargs)
         if self._selective:  # named here, for the compiler wants a plain function
             return checkpoint(self._forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
@@ -397,10 +412,9 @@ class UnitForward:
         if activations.mode != "none":
             args, kwargs = without_caches(self.name, args, kwargs)
         elif activations.guard is not None:
-            try:
-                args, kwargs = without_caches(self.name, args, kwargs)
-            except ValueError:  # it cannot be computed again, and so nothing of it dropped
+            if not may_hook_saved_tensors():  # such as of a user's own checkpoint around it
                 return self._forward(*args, **kwargs)
+            args, kwargs = without_caches(self.name, args, kwargs)
         with nullcontext() if activations.store is None else activations.store.unit(self.module):
             return self._checkpointed(args, kwargs) if self.recomputed else self._forward(*args, **kwargs)
 
@@ -421,7 +435,8 @@ class UnitForward:
             return forward()
 
         guard = self._activations.guard
-        result = forward() if guard is None else guard.run(self._number, forward, again)
+        # What a failed forward has appended to a list would be there twice.
+        result = forward() if guard is None else guard.run(self._number, forward, None if replay.fills else again)
         tensors.clear()  # what autograd does not save goes
         # The contexts have this list already: only after the forward is it known what that changes.
         changed += self._buffers.after(states)

@@ -8,6 +8,7 @@ seconds         see `seconds.py`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,7 @@ class Considered:
         candidate: As above.
         activations: Bytes of them, on the device.
         beside: Bytes at the fullest moment beyond the candidate's ledger, expected gaps between blocks included.
+        most: The same with the most that gaps may take.
         needs: What it needs, and what there is.
         seconds: Of a step.
         why: Why it is not chosen; "" for the one that is.
@@ -46,6 +48,7 @@ class Considered:
     candidate: Candidate
     activations: int
     beside: int
+    most: int
     needs: Sequence[Need]
     seconds: Seconds
     why: str = ""
@@ -77,6 +80,7 @@ class Choice:
         asked: The config as it was given.
         to_come: Bytes that the chosen one's micro-batch still takes after each unit's forward, in order.
         speeds: Where they come from.
+        modes: Of activation checkpointing, that are known of the model.
         tried: Settings that a running engine can change, of which a trial takes the quickest; the first are chosen.
     """
 
@@ -86,6 +90,7 @@ class Choice:
     margin: float
     asked: ZeroConfig = field(repr=False)
     speeds: str = "measured"
+    modes: Sequence[str] = ()
     tried: Sequence[Mapping[str, Any]] = ()
     to_come: Sequence[int] = ()
 
@@ -128,7 +133,7 @@ class Choice:
             "margin": self.margin,
             "speeds are": self.speeds,
             "to come": list(self.to_come),
-            "ranks per host": self.chosen.candidate.plan.ranks_per_host,
+            "modes": list(self.modes),
             "tried": [dict(each) for each in self.tried],
             "candidates": [_figures(each) for each in told],
             "left out": len(self.considered) - len(told),
@@ -164,11 +169,17 @@ def _figures(each: Considered) -> dict[str, Any]:
         "activations": each.activations,
         "beside": each.beside,
         "ledger": each.candidate.ledger.to_json(entries=False),
-        "seconds": {**vars(each.seconds), "total": each.seconds.total},
+        "seconds": {
+            name: _finite(value) for name, value in (*vars(each.seconds).items(), ("total", each.seconds.total))
+        },
         "needs": [vars(need) for need in each.needs],
         "fits": each.fits,
         "why": each.why,
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
 
 
 def shown(considered: Sequence[Considered], most: int = SHOWN) -> list[Considered]:
@@ -227,9 +238,11 @@ def choose(
     rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
     told = [_with_reason(each, best) for each in rest]
     known = unknown if foreseen is None else "foreseen without memory"
-    micro_batch = _bytes_of(best.candidate, foreseen)
+    micro_batch, modes = _bytes_of(best.candidate, foreseen), () if foreseen is None else foreseen.modes
     tried = _tried(asked, best, budget, micro_batch)
-    return Choice(best, [best, *told], known, budget.margin, asked, speeds, tried, to_come(best.candidate, micro_batch))
+    return Choice(
+        best, [best, *told], known, budget.margin, asked, speeds, modes, tried, to_come(best.candidate, micro_batch)
+    )
 
 
 def _tried(asked: ZeroConfig, best: Considered, budget: Budget, micro_batch: MicroBatchBytes) -> list[dict[str, Any]]:
@@ -257,9 +270,10 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
         maps = candidate.config.mmap_threshold > 0
         seconds = foreseen.seconds(candidate.mode, candidate.rows, roof, maps=maps)
     more, between = beside(candidate, micro_batch), gaps(candidate, micro_batch)
-    found = needs(candidate.plan, budget, with_activations(candidate.ledger, more + between.most))
+    most = more + between.most
+    found = needs(candidate.plan, budget, with_activations(candidate.ledger, most))
     time = seconds_of(candidate, seconds, roof)
-    return Considered(candidate, micro_batch.peak, more + between.expected, found, time)
+    return Considered(candidate, micro_batch.peak, more + between.expected, most, found, time)
 
 
 def _bytes_of(candidate: Candidate, foreseen: MicroBatches | None) -> MicroBatchBytes:
@@ -297,7 +311,7 @@ def _nearest(nearest: Considered, budget: Budget, asked: ZeroConfig) -> str:
     plan = nearest.candidate.plan
     lacking = next(need for need in nearest.needs if not need.fits)
     assert lacking.there is not None
-    whole = replace(plan, activations=nearest.beside)
+    whole = replace(plan, activations=nearest.most)
     ways = [f"it fits with {', '.join(change.what)}" for change in changes_that_fit(whole, budget)]
     ways.append("a smaller model, or shorter sequences")
     if not asked.offload.nvme_path:

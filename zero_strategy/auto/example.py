@@ -58,7 +58,10 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """Memory of a micro-batch, beside parameters and their gradients; see `Foreseen`."""
+    """Memory of a micro-batch, beside parameters and their gradients; see `Foreseen`.
+
+    Of one that is counted, and not seen, there are `peak` and `in_heap` alone.
+    """
 
     peak: int = 0
     with_gradients: int = 0
@@ -102,7 +105,7 @@ class CountedRows:
         """See `MicroBatches`: all of them at once, in glibc's heap."""
         settings = ActivationCheckpointingConfig(mode)
         peak = sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
-        return MicroBatchBytes(peak, peak, peak, peak)
+        return MicroBatchBytes(peak, in_heap=peak)
 
     def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""

@@ -52,6 +52,8 @@ def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | 
     """
     peaks = (candidate.ledger if ledger is None else ledger).peaks().only(tier="device")
     handed = sum(entry.taken for entry in peaks if entry.owner.unit == "autograd")  # which are foreseen, too
+    if not micro_batch.with_gradients:  # counted, and not seen
+        return micro_batch.peak
     if micro_batch.last > _LATE * micro_batch.peak:
         return max(0, micro_batch.with_gradients - handed)
     return max(0, micro_batch.with_gradients - handed - _of_root(candidate), micro_batch.last)
@@ -59,8 +61,9 @@ def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | 
 
 def to_come(candidate: Candidate, micro_batch: MicroBatchBytes) -> list[int]:
     """Bytes that are still to come after each unit's forward, those that the engine makes and frees among them."""
-    whole = candidate.ledger.peaks().only(tier="device").total.taken + beside(candidate, micro_batch)
-    more = max(0, whole - micro_batch.with_gradients)
+    # Gathered units are there when a forward ends.
+    buckets = candidate.ledger.peaks().only(tier="device", category="gradient buckets").total.taken
+    more = max(0, buckets + beside(candidate, micro_batch) - micro_batch.with_gradients)
     return [nbytes + more for nbytes in micro_batch.after_units]
 
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_strategy.activation.droppable import Droppable
 from zero_strategy.activation.offload import model_storages
+from zero_strategy.activation.units import outermost
 from zero_strategy.auto.candidates import CHOSEN
 from zero_strategy.config import ZeroConfig
 from zero_strategy.fsdp.model import ShardedModel
@@ -37,6 +39,7 @@ class FirstSteps:
     Args:
         kept: What units keep.
         to_come: Bytes that a micro-batch still takes after each unit's forward, in order; empty: nobody knows.
+        units: How many there are.
         room: Gives the bytes that this rank may still take; None: nobody knows.
         device: Where it computes.
         told: Called with what was measured, when the steps are over.
@@ -49,21 +52,24 @@ class FirstSteps:
         self,
         kept: Droppable,
         to_come: Sequence[int],
+        units: int,
         room: Callable[[], int | None],
         device: torch.device,
         told: Callable[[Mapping[str, Any]], None] = lambda found: None,
     ) -> None:
-        self.kept, self._to_come, self._room, self._device, self._told = kept, to_come, room, device, told
+        self.kept, self._units, self._room, self._device, self._told = kept, units, room, device, told
+        # By the order of the calls: of units that are called several times, or skipped, nothing is known.
+        self._to_come = to_come if len(to_come) == units else ()
         self.shortage = ""
-        self._steps = self._most = 0
+        self._steps = self._most = self._next = 0
 
-    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any]) -> Any:
+    def run(self, unit: int, forward: Callable[[], Any], again: Callable[[], Any] | None) -> Any:
         """See `StepGuard`."""
         states = self._random_states()
         try:
             result = forward()
         except Exception as error:
-            if self.shortage or not is_out_of_memory(error):
+            if self.shortage or again is None or not is_out_of_memory(error):
                 raise
             said = str(error).partition("\n")[0]
         else:
@@ -85,9 +91,12 @@ class FirstSteps:
         """Drop before there is no room for what is still to come."""
         if self.shortage:
             return
-        if unit == len(self._to_come) - 1:
+        if unit != self._next:
+            self._to_come = ()
+        self._next = (unit + 1) % self._units
+        if unit == self._units - 1:
             self._most = max(self._most, self.kept.nbytes)
-        if unit < len(self._to_come) and (room := self._room()) is not None and room < self._to_come[unit]:
+        if self._to_come and (room := self._room()) is not None and room < self._to_come[unit]:
             self._drop(f"after unit {unit}: {size(self._to_come[unit])} are to come, there {size(room)}")
 
     def _drop(self, when: str) -> None:
@@ -109,11 +118,15 @@ class FirstSteps:
             torch.cuda.set_rng_state(states[1], self._device)
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "ALLOC_FAILED")
+"""Of the CPU's allocator, the driver, cuBLAS and cuDNN."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an allocation has failed, on a device or the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def guard_for(config: ZeroConfig, model: ShardedModel, rank: int) -> FirstSteps | None:
@@ -130,16 +143,37 @@ def guard_for(config: ZeroConfig, model: ShardedModel, rank: int) -> FirstSteps 
         return None
     if config.origin_of("activation_checkpointing.mode") != CHOSEN:
         return None  # a user's own, which stays
+    if "full" not in chosen.get("modes", ()) or not is_alike_for_ranks(config, model):
+        return None
     if any(unit.is_compiled for unit in model.units):
         return None  # its code would be made twice
-    ranks = int(chosen.get("ranks per host", 1))
 
     def told(found: Mapping[str, Any]) -> None:
         config._chosen = {**(config.chosen or {}), "measured": dict(found)}
-        if rank == 0:
+        if rank == 0 and any(found.values()):
             report(_logger, "measured in %d steps (auto.enabled): units keep %s", STEPS, size(max(found.values())))
 
     def room() -> int | None:
-        return room_now(model.device, ranks, in_heap=not is_mapped(config.mmap_threshold))
+        return room_now(model.device, in_heap=not is_mapped(config.mmap_threshold))
 
-    return FirstSteps(Droppable(model_storages(model)), chosen.get("to come", ()), room, model.device, told)
+    units = len(outermost(model.units))
+    return FirstSteps(Droppable(model_storages(model)), chosen.get("to come", ()), units, room, model.device, told)
+
+
+def is_alike_for_ranks(config: ZeroConfig, model: ShardedModel) -> bool:
+    """True if one rank may compute units again and others not: no collective comes of it.
+
+    Ranks that divide tokens, experts or layers exchange inside of units, and so does a synchronised batch norm. Units
+    inside of others, and parameters that several units have, are gathered in another order in a replay.
+    """
+    mesh, (root, *units) = config.mesh, model.units
+    if mesh.sequence > 1 or mesh.expert > 1 or (mesh.tensor or 1) > 1 or config.pipeline.stages > 1:
+        return False
+    if config.units.may_skip or len(outermost(model.units)) < len(units):
+        return False
+    of_root = {id(parameter) for bucket in root.buckets for parameter in bucket.parameters}
+    return not any(
+        isinstance(module, nn.SyncBatchNorm) or any(id(p) in of_root for p in module.parameters(recurse=False))
+        for unit in units
+        for module in unit.module.modules()
+    )

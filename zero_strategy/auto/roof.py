@@ -68,8 +68,8 @@ class Roof:
         return sum(each.count * max(each.flops / self.flops, each.nbytes / self.memory, self.begin) for each in work)
 
     def mapping(self, nbytes: float) -> float:
-        """Time of mapping blocks of so many bytes in all."""
-        return nbytes / self.fresh if self.fresh else 0.0
+        """Time of mapping blocks of so many bytes in all; none on a device, whose memory stays its allocator's."""
+        return nbytes / self.fresh if self.fresh and not self.bus else 0.0
 
     def mean(self, others: Iterable[Roof]) -> Roof:
         """The roof of ranks that share a host's cores: a moment gives one of them more, and a step evens it out."""

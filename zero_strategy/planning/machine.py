@@ -82,12 +82,11 @@ _STACK = 8 << 20
 """Bytes of a thread's stack where there is no limit."""
 
 
-def room_now(device: torch.device, ranks_per_host: int = 1, *, in_heap: bool = True) -> int | None:
+def room_now(device: torch.device, *, in_heap: bool = True) -> int | None:
     """Bytes that a rank whose threads run may still take where it computes; None: not known.
 
     Args:
         device: Where it computes.
-        ranks_per_host: Ranks that take as much at the same time.
         in_heap: What is free in malloc's heap counts.
     """
     if device.type == "cuda":
@@ -97,7 +96,7 @@ def room_now(device: torch.device, ranks_per_host: int = 1, *, in_heap: bool = T
     shared = [nbytes for name, nbytes in host_memory(root).items() if name == "MemAvailable"]
     shared += [left for _, left in _cgroup_rooms(root)]
     own = _process_room(root, 0)
-    rooms = [nbytes // ranks_per_host for nbytes in shared] + ([] if own is None else [own])
+    rooms = shared + ([] if own is None else [own])
     return min(rooms) + (free_in_heap() if in_heap else 0) if rooms else None
 
 

@@ -16,6 +16,8 @@ MAPPED = 128 << 10
 """Threshold, in bytes: that with which glibc begins."""
 LARGEST = 32 << 20
 """Bytes from which glibc maps every block."""
+_SMALL = 1 << 20
+"""Bytes of blocks that leave no gaps that count."""
 _M_MMAP_THRESHOLD = -3
 _VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 
@@ -26,8 +28,10 @@ def is_open() -> bool:
 
 
 def is_mapped(threshold: int) -> bool:
-    """True if blocks are mapped where a run has this threshold (0: none), by it or by the environment."""
-    return bool(threshold) or _VARIABLE in os.environ
+    """True if all but small blocks are mapped where a run has this threshold (0: none), or the environment one."""
+    given = os.environ.get(_VARIABLE, "")
+    threshold = threshold or (int(given) if given.isdigit() else 0)
+    return 0 < threshold <= _SMALL
 
 
 def map_blocks(threshold: int) -> bool:
@@ -64,4 +68,5 @@ class _Mallinfo(ctypes.Structure):
 
 @functools.cache
 def _is_glibc() -> bool:
-    return platform.libc_ver()[0] == "glibc"
+    others = any(name in os.environ.get("LD_PRELOAD", "") for name in ("jemalloc", "tcmalloc", "mimalloc"))
+    return platform.libc_ver()[0] == "glibc" and not others

@@ -79,6 +79,13 @@ def hooks_on_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
     return pack, unpack
 
 
+def may_hook_saved_tensors() -> bool:
+    """True if no hooks on saved tensors are set, and nothing forbids them."""
+    set_now = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    return not set_now and not refused and not in_transform()
+
+
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a sparse tensor, also of one whose indices occur twice."""
     return tensor._indices(), tensor._values()
