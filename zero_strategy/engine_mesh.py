@@ -17,12 +17,13 @@ from torch import nn
 
 from zero_strategy import ops
 from zero_strategy.comm.mesh import Mesh, dp_groups_across, tensor_groups_of
-from zero_strategy.comm.process_group import world_size
+from zero_strategy.comm.process_group import default_group, world_size
 from zero_strategy.comm.store import check_same_values, next_number
 from zero_strategy.config import ResolvedConfig, check_owned, dtype_fact, load_config, resolve
 from zero_strategy.fsdp.divided_elsewhere import check_not_divided
 from zero_strategy.fsdp.dtensor import tensor_ranks
 from zero_strategy.fsdp.materialize import device_of
+from zero_strategy.runtime.compute_device import occupy
 from zero_strategy.runtime.host_heap import map_blocks
 from zero_strategy.train_state import ModelPart
 
@@ -75,7 +76,8 @@ def settle(
         if asked.auto.enabled:
             from zero_strategy.auto.decide import decide
 
-            place = device or device_of(module)
+            # NCCL's collectives, by which ranks decide, are those of the current device.
+            place = occupy(device or device_of(module), default_group())
             asked = decide(
                 asked, module, world_size=world_size(), compute_dtype=compute_dtype, device=place, example=example
             ).config
