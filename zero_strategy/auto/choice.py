@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_strategy.auto.candidates import Candidate, batches_of, candidates, is_open, pinned
 from zero_strategy.auto.example import MicroBatchBytes, MicroBatches
-from zero_strategy.auto.fullest import OWN_BYTES, beside, gaps, to_come
+from zero_strategy.auto.fullest import beside, expected, gaps, to_come
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
@@ -38,8 +38,8 @@ class Considered:
     Attributes:
         candidate: As above.
         activations: Bytes of them, on the device.
-        beside: Bytes at the fullest moment beyond the candidate's ledger, expected gaps between blocks included.
-        most: The same with the most that gaps may take.
+        beside: Bytes at the fullest moment beyond the candidate's ledger, as they are expected.
+        most: The same, at most.
         needs: What it needs, and what there is.
         seconds: Of a step.
         why: Why it is not chosen; "" for the one that is.
@@ -129,7 +129,6 @@ class Choice:
             "rows": self.chosen.candidate.rows,
             "accumulation": self.chosen.candidate.accumulation,
             "activations": self.activations,
-            "own": OWN_BYTES,
             "margin": self.margin,
             "speeds are": self.speeds,
             "to come": list(self.to_come),
@@ -269,11 +268,10 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
     if foreseen is not None:
         maps = candidate.config.mmap_threshold > 0
         seconds = foreseen.seconds(candidate.mode, candidate.rows, roof, maps=maps)
-    more, between = beside(candidate, micro_batch), gaps(candidate, micro_batch)
-    most = more + between.most
+    most = beside(candidate, micro_batch) + gaps(candidate, micro_batch).most
     found = needs(candidate.plan, budget, with_activations(candidate.ledger, most))
     time = seconds_of(candidate, seconds, roof)
-    return Considered(candidate, micro_batch.peak, more + between.expected, most, found, time)
+    return Considered(candidate, micro_batch.peak, expected(candidate, micro_batch), most, found, time)
 
 
 def _bytes_of(candidate: Candidate, foreseen: MicroBatches | None) -> MicroBatchBytes:

@@ -13,16 +13,20 @@ import torch
 
 from zero_strategy.auto.candidates import Candidate
 from zero_strategy.auto.example import MicroBatchBytes
+from zero_strategy.fsdp.backward import MAX_IN_FLIGHT
 from zero_strategy.planning.buckets import facts_of
 from zero_strategy.planning.ledger import Ledger
 from zero_strategy.runtime.host_heap import is_mapped
 
 _LATE = 0.25
 """Part of the activations that is left when a gradient comes that is said to be late."""
-OWN_BYTES = 20 << 20
-"""Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made."""
+_OWN_BYTES, _OWN_BESIDE_MAPPED = 20 << 20, 10 << 20
+"""Memory of a rank that no plan has: of an engine's objects, libraries' scratch memory, kernels that are made. It finds
+free places in the heap where other blocks are mapped."""
 MOST_OWN_BYTES = 32 << 20
 """The same, at most."""
+_UNDER_WAY = MAX_IN_FLIGHT + 1
+"""Units whose gradients are collected or on their way at once."""
 _OF_SMALL, _OF_ALL = 0.75, 0.22
 """Bytes by which glibc's heap grows beyond what is in it, for each byte of smaller activations, and of all that comes
 and goes in a step: a fit to 50 models, whose freed blocks were no place for others."""
@@ -43,7 +47,7 @@ class Gaps(NamedTuple):
 
 
 def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | None = None) -> int:
-    """Bytes at the fullest moment beyond a ledger with all its peaks, gaps left out.
+    """Bytes at the fullest moment beyond a ledger with all its peaks, gaps left out: a bound.
 
     Args:
         candidate: The way to train.
@@ -57,6 +61,26 @@ def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | 
     if micro_batch.last > _LATE * micro_batch.peak:
         return max(0, micro_batch.with_gradients - handed)
     return max(0, micro_batch.with_gradients - handed - _of_root(candidate), micro_batch.last)
+
+
+def expected(candidate: Candidate, micro_batch: MicroBatchBytes) -> int:
+    """Bytes at the fullest moment beyond a ledger with all its peaks, as they are likely; less than none: below it.
+
+    When the first units' gradients are on their way, the activations of these are gone. For the arguments see `beside`.
+    """
+    peaks = candidate.ledger.peaks().only(tier="device")
+    whole, buckets = peaks.total.taken, peaks.only(category="gradient buckets")
+    handed = sum(entry.taken for entry in buckets if entry.owner.unit == "autograd")
+    late, root = micro_batch.last <= _LATE * micro_batch.peak, _of_root(candidate)
+    passing = max(0, buckets.total.taken - handed - root)
+    early = whole - buckets.total.taken + (0 if late else root)  # gathered units, and the root's buffers
+    done = min(1.0, _UNDER_WAY / max(1, len(candidate.plan.model.units) - 1))
+    first = early + (micro_batch.with_gradients or micro_batch.peak)
+    middle = early + passing + int(micro_batch.peak * (1 - done))
+    last = whole + (micro_batch.last if late else 0)
+    own = _OWN_BESIDE_MAPPED if is_mapped(candidate.config.mmap_threshold) else _OWN_BYTES
+    on_host = candidate.plan.device_type == "cpu"
+    return max(first, middle, last) - whole + gaps(candidate, micro_batch).expected + (own if on_host else 0)
 
 
 def to_come(candidate: Candidate, micro_batch: MicroBatchBytes) -> list[int]:
