@@ -121,7 +121,12 @@ def test_a_checkpoint_of_the_users_keeps_what_it_would() -> None:
     engine = engine_of(module)
     guard = engine.activations.guard
     assert isinstance(guard, FirstSteps)
-    checkpoint(lambda batch: loss(module, batch), batch_of(0, 0), use_reentrant=False).backward()
+    value = checkpoint(lambda batch: loss(module, batch), batch_of(0, 0), use_reentrant=False)
+    assert guard.kept.nbytes == 0
+    value.backward()
+    value = loss(module, batch_of(0, 0))
+    assert guard.kept.nbytes > 0
+    value.backward()
     assert guard.kept.nbytes == 0
     engine.close()
 

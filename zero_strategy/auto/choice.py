@@ -116,10 +116,9 @@ class Choice:
         text = table(rows, header, right=(3,))
         text += f"\n{left} more candidates" if left else ""
         text += f"\nactivations: {self.activations}; {self.margin:.0%} of the memory stays free"
-        gaps = (
-            ", gaps of malloc's heap fitted to measured ones" if self.chosen.candidate.plan.device_type == "cpu" else ""
-        )
-        return f"{text}\nbytes: computed{gaps}; speeds: {self.speeds}"
+        on_host = self.chosen.candidate.plan.device_type == "cpu"
+        fitted = ", gaps of malloc's heap fitted to measured ones" if on_host else ""
+        return f"{text}\nbytes: computed{fitted}; speeds: {self.speeds}"
 
     def to_json(self, most: int = SHOWN) -> dict[str, Any]:
         """The figures as plain types, of so many candidates at most."""

@@ -31,7 +31,8 @@ _OF_SMALL, _OF_ALL = 0.75, 0.22
 """Bytes by which glibc's heap grows beyond what is in it, for each byte of smaller activations, and of all that comes
 and goes in a step: a fit to 50 models, whose freed blocks were no place for others."""
 _AT_MOST, _AT_STAGE_3 = 3.0, 0.5
-"""The most of 200 models: for each byte that comes and goes, and at stage 3 for each of the parameters."""
+"""A bound, for each byte that comes and goes, and at stage 3 for each of the parameters. 200 models under limits kept
+to it; one took 3.2 bytes for each of its activations, beside other reserves."""
 
 
 class Gaps(NamedTuple):
@@ -55,12 +56,10 @@ def beside(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | 
         ledger: Default: the candidate's.
     """
     peaks = (candidate.ledger if ledger is None else ledger).peaks().only(tier="device")
-    handed = sum(entry.taken for entry in peaks if entry.owner.unit == "autograd")  # which are foreseen, too
     if not micro_batch.with_gradients:  # counted, and not seen
         return micro_batch.peak
-    if micro_batch.last > _LATE * micro_batch.peak:
-        return max(0, micro_batch.with_gradients - handed)
-    return max(0, micro_batch.with_gradients - handed - _of_root(candidate), micro_batch.last)
+    first = micro_batch.with_gradients - _handed(peaks)
+    return max(0, first - _of_root(candidate), micro_batch.last) if _is_late(micro_batch) else max(0, first)
 
 
 def expected(candidate: Candidate, micro_batch: MicroBatchBytes) -> int:
@@ -70,9 +69,8 @@ def expected(candidate: Candidate, micro_batch: MicroBatchBytes) -> int:
     """
     peaks = candidate.ledger.peaks().only(tier="device")
     whole, buckets = peaks.total.taken, peaks.only(category="gradient buckets")
-    handed = sum(entry.taken for entry in buckets if entry.owner.unit == "autograd")
-    late, root = micro_batch.last <= _LATE * micro_batch.peak, _of_root(candidate)
-    passing = max(0, buckets.total.taken - handed - root)
+    late, root = _is_late(micro_batch), _of_root(candidate)
+    passing = max(0, buckets.total.taken - _handed(buckets) - root)
     early = whole - buckets.total.taken + (0 if late else root)  # gathered units, and the root's buffers
     done = min(1.0, _UNDER_WAY / max(1, len(candidate.plan.model.units) - 1))
     first = early + (micro_batch.with_gradients or micro_batch.peak)
@@ -89,6 +87,16 @@ def to_come(candidate: Candidate, micro_batch: MicroBatchBytes) -> list[int]:
     buckets = candidate.ledger.peaks().only(tier="device", category="gradient buckets").total.taken
     more = max(0, buckets + beside(candidate, micro_batch) - micro_batch.with_gradients)
     return [nbytes + more for nbytes in micro_batch.after_units]
+
+
+def _handed(peaks: Ledger) -> int:
+    """Bytes of gradients that autograd hands over, which a run without memory sees, too."""
+    return sum(entry.taken for entry in peaks if entry.owner.unit == "autograd")
+
+
+def _is_late(micro_batch: MicroBatchBytes) -> bool:
+    """True if the root unit's large gradients come when activations are gone, as far as that is known."""
+    return micro_batch.with_gradients > 0 and micro_batch.last <= _LATE * micro_batch.peak
 
 
 def _of_root(candidate: Candidate) -> int:
