@@ -33,6 +33,7 @@ from zero_strategy import ZeroEngine
 from zero_strategy.auto.decide import Decision, decide
 from zero_strategy.auto.example import Example
 from zero_strategy.config import load_config
+from zero_strategy.integrations.transformers import divide_sequences, tiles_of
 from zero_strategy.planning.held import resident
 from zero_strategy.runtime.torch_private import FileStore
 
@@ -135,6 +136,7 @@ def steps_of(
     engine = ZeroEngine(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine.attach(optimizer)
+    divide_sequences(engine)
     batch = torch.zeros(rows, cell.tokens, dtype=torch.long)
     times = []
     for _ in range(count):
@@ -155,7 +157,8 @@ def steps_of(
 def choose(cell: Cell, model: nn.Module, drive: str, told: int = 10) -> Decision:
     """The decision for a cell."""
     example = Example(torch.zeros(1, cell.tokens, dtype=torch.long), loss_of)
-    return decide(load_config(settings_of(cell, drive)), model, world_size=cell.ranks, example=example, told=told)
+    return decide(load_config(settings_of(cell, drive)), model, world_size=cell.ranks, example=example, told=told,
+                  tiles=tiles_of(model))  # fmt: skip
 
 
 def rank_of_cell(cell: Cell, drive: str, rank: int) -> dict[str, Any]:

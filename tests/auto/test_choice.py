@@ -16,7 +16,8 @@ from zero_strategy.auto.candidates import CHOSEN, batches_of, candidates
 from zero_strategy.auto.choice import Choice, NothingFitsError, choose
 from zero_strategy.auto.decide import micro_batches, without_auto
 from zero_strategy.auto.example import Example
-from zero_strategy.auto.foreseen import foresee
+from zero_strategy.auto.foreseen import MicroBatch
+from zero_strategy.auto.recomputation import Recomputation
 from zero_strategy.auto.roof import Roof
 from zero_strategy.config import AutoConfig, ZeroConfig, load_config
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
@@ -61,10 +62,9 @@ def test_the_quickest_that_fits_is_chosen(seed: int) -> None:
     candidate = found.chosen.candidate
     settings = load_config(yaml_of(found))
     plan = plan_of(settings, ranks, accumulation=candidate.accumulation)
-    mode = settings.activation_checkpointing.mode
     units = [f"blocks.{number}" for number in range(SIZE.depth)]
     batch = EXAMPLE.of_rows(candidate.rows).batch
-    peak = foresee(GPT(SIZE, LENGTH), batch, loss, mode=mode, units=units).peak
+    peak = Recomputation.of(settings).foresee(MicroBatch(GPT(SIZE, LENGTH), batch, loss, units)).peak
     gaps = 0 if settings.mmap_threshold else 0.3 * peak  # of the heap, at least
     ledger = plan.ledger()
     peaks = ledger.peaks().only(tier="device").total.taken
@@ -189,10 +189,15 @@ def test_stages_that_a_setting_does_not_allow_are_left_out() -> None:
     assert (config.offload.optimizer, config.offload.parameters) == ("cpu", "nvme")
 
 
-def test_other_modes_count_as_none() -> None:
-    asked = load_config(stage="auto", activation_checkpointing={"mode": "every_n", "every_n": 2})
-    plain = choice_of(load_config(stage="auto"), 2, None).chosen.activations
-    assert choice_of(asked, 2, None).chosen.activations == plain
+def test_modes_of_a_part_of_the_units_lie_between() -> None:
+    found = [
+        choice_of(load_config(stage="auto", activation_checkpointing=mode), 2, None).chosen
+        for mode in ("none", {"mode": "every_n", "every_n": 2}, {"mode": "budget", "budget": 0.6}, "full")
+    ]
+    assert found[0].activations > max(found[1].activations, found[2].activations)
+    assert min(found[1].activations, found[2].activations) > found[3].activations
+    assert found[0].seconds.compute < min(found[1].seconds.compute, found[2].seconds.compute)
+    assert max(found[1].seconds.compute, found[2].seconds.compute) < found[3].seconds.compute
 
 
 def test_ranks_that_divide_sequences_get_the_same_rows() -> None:
@@ -220,6 +225,6 @@ def test_stage_auto_is_a_word_for_it() -> None:
 
 def test_a_rank_alone_has_one_stage_for_each_tier() -> None:
     asked = load_config(stage="auto", offload={"nvme_path": ["/drive"]})
-    found = candidates(asked, plan_of(asked, 1), [(1, 1)], modes=())
+    found = candidates(asked, plan_of(asked, 1), [(1, 1)], [{}], {})
     layouts = {(each.config.stage, each.config.offload.optimizer, each.config.offload.parameters) for each in found}
     assert layouts == {(0, "none", "none"), (0, "nvme", "none"), (3, "nvme", "nvme")}

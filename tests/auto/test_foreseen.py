@@ -16,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpt import GPT, GPTSize, loss_fn
 from tests.activation.alive import Alive, Recomputing
 from zero_strategy.activation.units import outermost_names
+from zero_strategy.auto import foreseen
 from zero_strategy.auto.example import Example, ForeseenRows
-from zero_strategy.auto.foreseen import MODES, LeftBehindError, UnforeseenError, foresee
+from zero_strategy.auto.foreseen import Foreseen, LeftBehindError, Loss, MicroBatch, UnforeseenError
+from zero_strategy.auto.recomputation import MODES, Recomputation
 from zero_strategy.auto.roof import Roof
 
 SIZE, LENGTH = GPTSize(width=64, depth=3, heads=2, vocabulary=512), 32
@@ -37,6 +39,10 @@ class LookingAlways(Alive):
         return sum(self._found.values())
 
 
+def foresee(module: nn.Module, batch: Tensor, loss: Loss, *, mode: str = "none", **options: Any) -> Foreseen:
+    return foreseen.foresee(MicroBatch(module, batch, loss, **options), mode=mode)
+
+
 def tokens(rows: int) -> Tensor:
     return torch.randint(0, SIZE.vocabulary, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
 
@@ -45,7 +51,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss_fn(model(batch), batch)
 
 
-def run_for_real(model: nn.Module, batch: Tensor) -> tuple[int, int]:
+def run_for_real(model: nn.Module, batch: Tensor, loss: Loss = loss) -> tuple[int, int]:
     """(bytes at the end of the forward, bytes at most); gradients go as soon as they are there."""
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -191,8 +197,8 @@ def test_rows_lie_on_a_line() -> None:
     rows = ForeseenRows(model, Example(tokens(2), loss), UNITS, 8)
     for count in (1, 2, 4, 8):
         whole = foresee(model, tokens(count), loss)
-        assert rows.bytes_of("none", count).peak == pytest.approx(whole.peak, rel=0.02)
-        assert rows.seconds("none", count, roof) == pytest.approx(roof.seconds(whole.work), rel=0.1)
+        assert rows.bytes_of(Recomputation(), count).peak == pytest.approx(whole.peak, rel=0.02)
+        assert rows.seconds(Recomputation(), count, roof) == pytest.approx(roof.seconds(whole.work), rel=0.1)
 
 
 def test_a_batch_has_rows() -> None:
@@ -215,7 +221,7 @@ def test_a_batch_norm_which_refuses_one_row(most: int) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
     example = Example(torch.randn(most, 8), lambda module, batch: module(batch).square().mean())
     rows = ForeseenRows(model, example, [], most)
-    assert rows.bytes_of("none", most).peak >= rows.bytes_of("none", 1).peak > 0
+    assert rows.bytes_of(Recomputation(), most).peak >= rows.bytes_of(Recomputation(), 1).peak > 0
 
 
 def profiled(model: nn.Module, batch: Tensor, file: Path) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpt import GPT, GPTSize, loss_fn
-from zero_strategy.auto.foreseen import foresee
+from zero_strategy.auto.foreseen import MicroBatch, foresee
 from zero_strategy.cli import main
 from zero_strategy.config import load_config
 
@@ -62,7 +62,7 @@ def test_a_plan_foresees_activations(
 ) -> None:
     units = [f"blocks.{number}" for number in range(SIZE.depth)]
     batch = torch.zeros(rows, LENGTH, dtype=torch.long)
-    expected = foresee(GPT(SIZE, LENGTH), batch, loss, mode=mode, units=units, dtype=dtype).peak
+    expected = foresee(MicroBatch(GPT(SIZE, LENGTH), batch, loss, units, dtype), mode=mode).peak
     assert activations_of(capsys, *options) == expected
     assert activations_of(capsys, *options, "--activations", "5MB") == 5_000_000
 

@@ -51,6 +51,16 @@ def test_of_a_tiled_layer_inputs_are_kept_alone() -> None:
     assert kept(lambda: tiled(mlp, inside, 4)) <= 32 * 8
 
 
+def test_a_layer_may_view_its_tokens_as_one_dimension() -> None:
+    """As GPT-2's do; of several samples a tile is a part of each, which no view flattens."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
+
+    def flat(part: Tensor) -> Tensor:
+        return layer(part.view(-1, 4)).view(part.shape)
+
+    torch.testing.assert_close(tiled(flat, x, 4), layer(x))
+
+
 def test_no_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens=0"):
         tiled(nn.Identity(), torch.ones(1, 2, 3), 0)

@@ -125,6 +125,23 @@ def choose(profile: Profile, budget: int) -> frozenset[int] | None:
     return frozenset(unit for unit in profile.units if best.bits >> unit & 1)
 
 
+def choose_within(profile: Profile, budget: float, *, derived: bool) -> tuple[frozenset[int] | None, int]:
+    """The units to compute again, and the bytes that they may take; None: no choice keeps to that.
+
+    Args:
+        profile: The pass.
+        budget: Part of the bytes that are kept if nothing is computed again.
+        derived: Nobody has set it: where it is too small, what is taken with all units computed again counts.
+    """
+    limit = int(budget * profile.kept)
+    chosen = choose(profile, limit)
+    # Nobody has asked for this number, so it is no reason to fail.
+    if chosen is None and derived:
+        limit = max(limit, profile.peak(profile.units))  # then the least that there is
+        chosen = choose(profile, limit)
+    return chosen, limit
+
+
 def _thinned(states: list[_State], open_bits: int, budget: int) -> list[_State]:
     """Without those that another one beats in bytes and cost, and that decides alike on units that come again."""
     groups: dict[int, list[_State]] = {}

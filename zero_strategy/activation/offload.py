@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_strategy.fsdp.model import ShardedModel
 from zero_strategy.offload.tier import HeldCopy, HeldForCopies, HostMemory, Streams, streams_of
 from zero_strategy.runtime.host_bytes import PAGE
-from zero_strategy.runtime.torch_private import storage_key, version_of
+from zero_strategy.runtime.torch_private import is_fake, storage_key, version_of
 
 Storages = dict[StorageWeakRef, int]
 """Bytes of each. While a reference is there, no other memory gets the same key."""
@@ -36,7 +36,8 @@ Storages = dict[StorageWeakRef, int]
 
 def add_storage(found: Storages, tensor: Tensor, known: frozenset[int]) -> None:
     """Note the memory of a tensor that is kept, unless it is among `known`."""
-    if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in known:
+    counts = is_plain(tensor) or is_fake(tensor)
+    if counts and storage_key(tensor.untyped_storage()) not in known:
         storage = tensor.untyped_storage()
         found[StorageWeakRef(storage)] = storage.nbytes()
 

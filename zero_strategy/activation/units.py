@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_strategy.activation.budget import Profile, StepProfile, choose
+from zero_strategy.activation.budget import Profile, StepProfile, choose_within
 from zero_strategy.activation.droppable import Droppable
 from zero_strategy.activation.offload import ActivationStore, model_storages
 from zero_strategy.activation.products import selective_contexts
@@ -279,12 +279,7 @@ class UnitActivations:
         if not found:
             return  # a step without a forward
         profile: Profile = max(found, key=lambda one: one.kept)
-        limit = int(self._budget * profile.kept)
-        chosen = choose(profile, limit)
-        # Nobody has asked for this number, so it is no reason to fail.
-        if chosen is None and self._derived:
-            limit = max(limit, profile.peak(profile.units))  # then the least that there is
-            chosen = choose(profile, limit)
+        chosen, limit = choose_within(profile, self._budget, derived=self._derived)
         if chosen is None:
             least = profile.peak(profile.units) / max(profile.kept, 1)
             raise ValueError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from zero_strategy.auto.foreseen import MODES
+from zero_strategy.auto.recomputation import Recomputation
 from zero_strategy.config import DEFAULT, ZeroConfig, resolve
 from zero_strategy.planning.buckets import Offload
 from zero_strategy.planning.ledger import Ledger
@@ -29,7 +29,10 @@ _KEPT: tuple[dict[str, bool], ...] = (
     {"reshard_after_forward": False, "reshard_after_backward": False},
 )
 """How long stage 3 keeps what it has gathered."""
-_UNPLANNED = ("activation_checkpointing.mode", "mmap_threshold")
+_UNPLANNED = (
+    "activation_checkpointing.mode", "activation_checkpointing.budget", "activation_checkpointing.tile_tokens",
+    "mmap_threshold",
+)  # fmt: skip
 """Settings that change nothing of what an engine holds."""
 _TIERS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme"))
 """Of the optimizer's state and of parameters."""
@@ -59,9 +62,9 @@ class Candidate:
         return self.plan.resolved.config
 
     @property
-    def mode(self) -> str:
-        """Mode of activation checkpointing."""
-        return self.config.activation_checkpointing.mode
+    def way(self) -> Recomputation:
+        """What is computed again."""
+        return Recomputation.of(self.config)
 
     def describe(self) -> str:
         """The stage, and in words what differs from the defaults."""
@@ -69,8 +72,7 @@ class Candidate:
         for name in ("optimizer", "parameters"):
             if (tier := getattr(config.offload, name)) != "none":
                 words.append(f"{name} {tier}")
-        if self.mode != "none":
-            words.append(f"recomputes {self.mode}")
+        words += self.way.describe()
         if not config.reshard_after_forward:
             words.append("keeps units" if config.reshard_after_backward else "keeps units for a step")
         if config.mmap_threshold:
@@ -132,8 +134,16 @@ def _spread(batches: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [batches[round(number * (len(batches) - 1) / (_BATCHES - 1))] for number in range(_BATCHES)]
 
 
+Plans = dict[Any, tuple[MemoryPlan, Ledger] | None]
+"""Those that were made, by their settings; None: the settings contradict each other."""
+
+
 def candidates(
-    asked: ZeroConfig, plan: MemoryPlan, batches: Sequence[tuple[int, int]], *, modes: Sequence[str] = ()
+    asked: ZeroConfig,
+    plan: MemoryPlan,
+    batches: Sequence[tuple[int, int]],
+    ways: Sequence[Mapping[str, Any]],
+    planned: Plans,
 ) -> Iterator[Candidate]:
     """All candidates, those that change less before others.
 
@@ -141,15 +151,15 @@ def candidates(
         asked: The config as it was given.
         plan: Of it.
         batches: See `batches_of`.
-        modes: Of activation checkpointing, that are known beside none.
+        ways: Settings of recomputation.
+        planned: Gets what is planned.
 
     Raises:
         ValueError: If no combination is one that the settings allow; says why the last one is not.
     """
-    planned: dict[Any, tuple[MemoryPlan, Ledger] | None] = {}
     refused, some = ValueError("there is no combination of settings to choose from"), False
     for rows, accumulation in batches:
-        for settings in _open_settings(asked, plan, modes):
+        for settings in _open_settings(asked, plan, ways):
             # Plans are the same for all of these, and for two micro-batches or more.
             held = {key: value for key, value in settings.items() if key not in _UNPLANNED}
             key = tuple(held.items()), accumulation > 1
@@ -170,10 +180,10 @@ def candidates(
         raise refused
 
 
-def _open_settings(config: ZeroConfig, plan: MemoryPlan, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    choices: list[list[dict[str, Any]]] = [
+def _open_settings(config: ZeroConfig, plan: MemoryPlan, ways: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    choices: list[Sequence[Mapping[str, Any]]] = [
         [{"stage": stage, **tiers, **kept} for stage, tiers, kept in _layouts(config, plan)],
-        _values(config, "activation_checkpointing.mode", modes or MODES[:1]),
+        ways,
         _values(config, "checkpoint.asynchronous", (True, False) if plan.snapshots else (False,)),
         _values(config, "mmap_threshold", (0, MAPPED)) if plan.device_type == "cpu" and heap_is_open() else [{}],
     ]
@@ -215,7 +225,7 @@ def _possible(config: ZeroConfig, device_type: str, stage: int, tiers: tuple[str
     return ranks > 1 or not is_open(config, "stage") or stage == (3 if tiers[1] != "none" else 0)
 
 
-def _values(config: ZeroConfig, key: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+def _values(config: ZeroConfig, key: str, values: Sequence[Any]) -> list[Mapping[str, Any]]:
     return [{key: value} for value in values] if is_open(config, key) else [{}]
 
 

@@ -9,13 +9,14 @@ seconds         see `seconds.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zero_strategy.auto.candidates import Candidate, batches_of, candidates, is_open, pinned
+from zero_strategy.auto.candidates import Candidate, Plans, batches_of, candidates, is_open, pinned
 from zero_strategy.auto.example import MicroBatchBytes, MicroBatches
 from zero_strategy.auto.fullest import beside, expected, gaps, to_come
+from zero_strategy.auto.recomputation import plain_ways, saving_ways
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
@@ -223,10 +224,13 @@ def choose(
     divides = foreseen is not None and not foreseen.rows
     batches = batches_of(asked, shares_of(plan), rows, plan.accumulation, divides=divides)
 
-    found = [
-        _considered(each, foreseen, budget, roof)
-        for each in candidates(asked, plan, batches, modes=() if foreseen is None else foreseen.modes)
-    ]
+    planned: Plans = {}
+    ways = plain_ways(asked, () if foreseen is None else foreseen.modes)
+    found = [_considered(each, foreseen, budget, roof) for each in candidates(asked, plan, batches, ways, planned)]
+    if foreseen is not None and (lacking := _lacking(found)):
+        saving = list(saving_ways(asked, foreseen.modes, plan.device_type, tiles=foreseen.tiles))
+        more = candidates(asked, plan, batches, saving, planned) if saving else ()
+        found += _saving(more, found, lacking, foreseen, budget, roof)
     fitting = [each for each in found if each.fits]
     if not fitting:
         raise NothingFitsError(_nearest(min(found, key=lambda each: each.excess), budget, asked))
@@ -241,6 +245,43 @@ def choose(
     return Choice(
         best, [best, *told], known, budget.margin, asked, speeds, modes, tried, to_come(best.candidate, micro_batch)
     )
+
+
+def _lacking(found: Sequence[Considered]) -> dict[Any, Considered]:
+    """Candidates that keep all that their settings allow, do not fit, and would be quicker than all that fit."""
+    best = min((each.seconds.total for each in found if each.fits), default=math.inf)
+    return {
+        _but_recomputation(each.candidate): each
+        for each in reversed(found)  # of each kind the first one, which computes nothing again
+        if not each.fits and each.seconds.total < best
+    }
+
+
+def _but_recomputation(candidate: Candidate) -> Any:
+    settings = candidate.settings.items()
+    return candidate.rows, tuple(item for item in settings if not item[0].startswith("activation_checkpointing."))
+
+
+def _saving(
+    more: Iterable[Candidate],
+    found: Sequence[Considered],
+    lacking: Mapping[Any, Considered],
+    foreseen: MicroBatches,
+    budget: Budget,
+    roof: Roof,
+) -> Iterator[Considered]:
+    """Candidates that keep less, where keeping all lacks room and would be quicker.
+
+    They take longer than what keeps all, and with tiles a model gives no logits. Each way is run without memory, once.
+    """
+    best = min((each.seconds.total for each in found if each.fits), default=math.inf)
+    for candidate in more:
+        whole = lacking.get(_but_recomputation(candidate))
+        if whole is None or whole.seconds.total >= best or not foreseen.knows(candidate.way):
+            continue
+        considered = _considered(candidate, foreseen, budget, roof)
+        best = min(best, considered.seconds.total) if considered.fits else best
+        yield considered
 
 
 def _tried(asked: ZeroConfig, best: Considered, budget: Budget, micro_batch: MicroBatchBytes) -> list[dict[str, Any]]:
@@ -266,7 +307,7 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
     micro_batch, seconds = _bytes_of(candidate, foreseen), 0.0
     if foreseen is not None:
         maps = candidate.config.mmap_threshold > 0
-        seconds = foreseen.seconds(candidate.mode, candidate.rows, roof, maps=maps)
+        seconds = foreseen.seconds(candidate.way, candidate.rows, roof, maps=maps)
     most = beside(candidate, micro_batch) + gaps(candidate, micro_batch).most
     found = needs(candidate.plan, budget, with_activations(candidate.ledger, most))
     time = seconds_of(candidate, seconds, roof)
@@ -274,7 +315,7 @@ def _considered(candidate: Candidate, foreseen: MicroBatches | None, budget: Bud
 
 
 def _bytes_of(candidate: Candidate, foreseen: MicroBatches | None) -> MicroBatchBytes:
-    return MicroBatchBytes() if foreseen is None else foreseen.bytes_of(candidate.mode, candidate.rows)
+    return MicroBatchBytes() if foreseen is None else foreseen.bytes_of(candidate.way, candidate.rows)
 
 
 def shares_of(plan: MemoryPlan) -> int:
@@ -327,7 +368,8 @@ def _nearest(nearest: Considered, budget: Budget, asked: ZeroConfig) -> str:
 
 _CHOOSABLE = (
     "stage", "offload.optimizer", "offload.parameters", "reshard_after_forward", "reshard_after_backward",
-    "activation_checkpointing.mode", "checkpoint.asynchronous", "mmap_threshold",
+    "activation_checkpointing.mode", "activation_checkpointing.budget", "activation_checkpointing.tile_tokens",
+    "checkpoint.asynchronous", "mmap_threshold",
 )  # fmt: skip
 
 

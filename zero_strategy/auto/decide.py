@@ -21,7 +21,7 @@ from torch import nn
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import SHOWN, Choice, choose, shares_of
-from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches
+from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches, Tiles
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.fullest import MOST_OWN_BYTES
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
@@ -70,6 +70,7 @@ def decide(
     example: Example | None = None,
     rows: int = 0,
     told: int = SHOWN,
+    tiles: Tiles | None = None,
 ) -> Decision:
     """Choose what nobody has set. A collective of the default process group, if there is one.
 
@@ -84,6 +85,7 @@ def decide(
         example: A batch, by which activations are foreseen; of rank 0.
         rows: Of a micro-batch, where there is no example.
         told: Candidates of which there are figures, at most.
+        tiles: In which the model computes in tiles, if that is chosen, as it will then do; None: it will not.
 
     Raises:
         ValueError: On all ranks alike: if nothing fits, or settings contradict each other; names a way out.
@@ -95,7 +97,7 @@ def decide(
             module, without_auto(asked), world_size=world_size, compute_dtype=compute_dtype, optimizer=optimizer,
             device=place, accumulation=accumulation,
         )  # fmt: skip
-        batches, unknown = micro_batches(asked, plan, module, example)
+        batches, unknown = micro_batches(asked, plan, module, example, tiles)
         given = rows if example is None else example.rows
 
         def chosen(budget: Budget, per_host: int, roof: Roof) -> Choice:
@@ -198,7 +200,7 @@ def check_batches_come(config: ZeroConfig, whose: str) -> None:
 
 
 def micro_batches(
-    asked: ZeroConfig, plan: MemoryPlan, module: nn.Module, example: Example | None
+    asked: ZeroConfig, plan: MemoryPlan, module: nn.Module, example: Example | None, tiles: Tiles | None = None
 ) -> tuple[MicroBatches | None, str]:
     """Micro-batches of a module, foreseen by an example, or why they are not known."""
     if example is None:
@@ -206,7 +208,8 @@ def micro_batches(
     wanted = asked.auto.global_batch // shares_of(plan)
     most = max(1, wanted) if wanted and example.rows else example.rows
     try:
-        return ForeseenRows(module, example, units_of(module, plan), most, plan.compute_dtype), ""
+        units, divided = units_of(module, plan), asked.mesh.sequence > 1 or (asked.mesh.tensor or 1) > 1
+        return ForeseenRows(module, example, units, most, plan.compute_dtype, None if divided else tiles), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; keep memory free by auto.margin"
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zero_strategy.auto.foreseen import MODES, Foreseen, Loss, UnforeseenError, foresee, states_kept
+from zero_strategy.auto.foreseen import Foreseen, Loss, MicroBatch, UnforeseenError, states_kept
+from zero_strategy.auto.recomputation import MODES, Recomputation
 from zero_strategy.auto.roof import Roof
 from zero_strategy.config import ActivationCheckpointingConfig
 from zero_strategy.planning.memory_plan import MemoryPlan
@@ -75,14 +78,27 @@ class MicroBatches(Protocol):
 
     modes: Sequence[str]
     """Of activation checkpointing, that are known."""
+    tiles: bool
+    """MLPs and the loss can be computed in tiles."""
     rows: int
     """Of the only ones that are known; 0: those of any rows are."""
 
-    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
-        """Memory of a micro-batch, in a mode of activation checkpointing."""
+    def knows(self, way: Recomputation) -> bool:
+        """True if that way of recomputation is possible, and known."""
 
-    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
+    def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
+        """Memory of a micro-batch."""
+
+    def seconds(self, way: Recomputation, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """Time of forward and backward of one; with `maps` each block is mapped."""
+
+
+Tiles = Callable[[int], AbstractContextManager[object]]
+"""A context in which a model computes MLPs and the loss over so many tokens at a time."""
+
+
+_OF_MLPS = 2 / 3
+"""Part of a transformer's parameters, which tiles use once more in backward."""
 
 
 class CountedRows:
@@ -99,18 +115,24 @@ class CountedRows:
         self._itemsize = (plan.compute_dtype or torch.float32).itemsize
         self._parameters = plan.model.parameters
         self.modes: Sequence[str] = MODES
-        self.rows = 0
+        self.tiles, self.rows = True, 0
 
-    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
+    def knows(self, way: Recomputation) -> bool:
+        """See `MicroBatches`."""
+        return True
+
+    def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
         """See `MicroBatches`: all of them at once, in glibc's heap."""
-        settings = ActivationCheckpointingConfig(mode)
+        settings = ActivationCheckpointingConfig(way.mode, way.every_n or 2, way.budget or None, way.tile_tokens)
         peak = sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
         return MicroBatchBytes(peak, in_heap=peak)
 
-    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
+    def seconds(self, way: Recomputation, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""
-        again = {"none": 6.0, "selective": 6.3, "full": 8.0}.get(mode, 8.0)
-        made = self.bytes_of("none", rows).peak if maps else 0
+        part = {"none": 0.0, "selective": 0.15, "budget": 1 - way.budget, "every_n": 1 / (way.every_n or 1)}
+        again = 6.0 + 2.0 * part.get(way.mode, 1.0)
+        again += 2.0 * _OF_MLPS if way.tile_tokens else 0.0
+        made = self.bytes_of(Recomputation(), rows).peak if maps else 0
         return again * self._parameters * rows * self._tokens / roof.flops + roof.mapping(made)
 
 
@@ -123,69 +145,86 @@ class ForeseenRows:
         units: Names of the modules that may be computed again.
         most: Rows of the largest micro-batch.
         dtype: That floating-point parameters take in computation; None: their own.
+        tiles: In which the model computes in tiles; None: it cannot.
 
     Raises:
         UnforeseenError: If the model cannot be run without memory.
     """
 
     def __init__(
-        self, module: nn.Module, example: Example, units: list[str], most: int, dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        example: Example,
+        units: list[str],
+        most: int,
+        dtype: torch.dtype | None = None,
+        tiles: Tiles | None = None,
     ) -> None:
-        self._module, self._example, self._units, self._dtype = module, example, units, dtype
+        self._module, self._example, self._units, self._dtype, self._tiles = module, example, units, dtype, tiles
         self._most = most or example.rows
         # Not one, if it can be helped, as a batch norm refuses that; it is on the line, too.
         self._least = min(2 if self._most > 2 else 1, self._most)
-        self._ends: dict[str, tuple[Foreseen, Foreseen]] = {}
+        self._ends: dict[Recomputation, tuple[Foreseen, Foreseen] | None] = {}
         self.rows = 0 if example.rows else self._most or 1
-        self._ends_of("none")
-        self.modes: Sequence[str] = [mode for mode in MODES if mode == "none" or (units and self._is_known(mode))]
+        self.tiles = tiles is not None
+        self._ends[Recomputation()] = self._ends_of(Recomputation())
+        known = [mode for mode in MODES if mode == "none" or (units and self.knows(Recomputation(mode)))]
+        self.modes: Sequence[str] = known
 
-    def bytes_of(self, mode: str, rows: int) -> MicroBatchBytes:
-        """Memory of a micro-batch, in a mode of activation checkpointing."""
-        # Of a part of the units, or by a budget: at most what all of them keep.
-        first, last = self._ends_of(mode if mode in MODES else "none")
+    def knows(self, way: Recomputation) -> bool:
+        """See `MicroBatches`."""
+        if way not in self._ends:
+            try:
+                self._ends[way] = self._ends_of(way)
+            except UnforeseenError:
+                self._ends[way] = None
+        return self._ends[way] is not None
+
+    def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
+        """See `MicroBatches`; of a way that is not known: those of all that is kept."""
+        first, last = self._found(way)
         names = ("peak", "with_gradients", "last", "in_heap")
         one = {name: round(self._on_line(getattr(first, name), getattr(last, name), rows)) for name in names}
         after = [round(self._on_line(*each, rows)) for each in zip(first.after_units, last.after_units, strict=False)]
         return MicroBatchBytes(**one, after_units=tuple(after))
 
-    def seconds(self, mode: str, rows: int, roof: Roof, *, maps: bool = False) -> float:
-        """Time of forward and backward of one; with `maps` each block is mapped."""
+    def seconds(self, way: Recomputation, rows: int, roof: Roof, *, maps: bool = False) -> float:
+        """See `MicroBatches`."""
         first, last = (
             roof.seconds(each.work) + roof.mapping(each.mapped if maps else each.always_mapped)
-            for each in self._ends_of(mode if mode in MODES else "none")
+            for each in self._found(way)
         )
         return self._on_line(first, last, rows)
 
-    def _is_known(self, mode: str) -> bool:
-        try:
-            self._ends_of(mode)
-        except UnforeseenError:
-            return False
-        return True
+    def _found(self, way: Recomputation) -> tuple[Foreseen, Foreseen]:
+        found = self._ends[way if self.knows(way) else Recomputation()]
+        assert found is not None
+        return found
 
-    def _ends_of(self, mode: str) -> tuple[Foreseen, Foreseen]:
-        if mode not in self._ends:
-            last = self._run(mode, self._most)
-            self._ends[mode] = self._fewest(mode) or last, last
-        return self._ends[mode]
+    def _ends_of(self, way: Recomputation) -> tuple[Foreseen, Foreseen]:
+        last = self._run(way, self._most)
+        return self._fewest(way) or last, last
 
-    def _fewest(self, mode: str) -> Foreseen | None:
+    def _fewest(self, way: Recomputation) -> Foreseen | None:
         if not self._example.rows or self._least == self._most:
             return None
         try:
-            return self._run(mode, self._least)
+            return self._run(way, self._least)
         except UnforeseenError:
             if self._least > 1:
                 raise
             return None  # no more than two rows take
 
-    def _run(self, mode: str, rows: int) -> Foreseen:
+    def _run(self, way: Recomputation, rows: int) -> Foreseen:
         example = self._example.of_rows(rows) if self._example.rows else self._example
-        return foresee(
-            self._module, example.batch, example.loss, mode=mode, units=self._units, dtype=self._dtype,
-            autocast=example.autocast, trains=example.trains,
-        )  # fmt: skip
+        given = MicroBatch(
+            self._module, example.batch, example.loss, self._units, self._dtype, example.autocast, example.trains
+        )
+        if way.tile_tokens:
+            if self._tiles is None:
+                raise UnforeseenError("the model has no tiles")
+            given = given._replace(around=partial(self._tiles, way.tile_tokens))
+        return way.foresee(given)
 
     def _on_line(self, first: float, last: float, rows: int) -> float:
         if rows >= self._most:

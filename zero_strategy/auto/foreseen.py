@@ -15,25 +15,27 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from zero_strategy.activation.budget import Profile, StepProfile
+from zero_strategy.activation.offload import storage_keys
 from zero_strategy.activation.products import selective_contexts
-from zero_strategy.activation.units import without_caches
+from zero_strategy.activation.units import Replay, without_caches
 from zero_strategy.auto.timeline import Levels, Timeline
 from zero_strategy.fsdp.unshard import tensors_in
 from zero_strategy.runtime.host_heap import LARGEST, MAPPED
 from zero_strategy.runtime.torch_private import TorchDispatchMode, fake_tensors, packet_of, schema_of, tree_map
 
-MODES = ("none", "selective", "full")
-"""Of activation checkpointing, in the order of their time."""
+T = TypeVar("T")
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -96,45 +98,97 @@ class Foreseen:
         return sum(each.flops * each.count for each in self.work)
 
 
-def foresee(
-    module: nn.Module,
-    batch: Any,
-    loss: Loss,
-    *,
-    mode: str = "none",
-    units: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    autocast: torch.dtype | None = None,
-    trains: bool = True,
-) -> Foreseen:
-    """Run a micro-batch without memory; the module, its buffers and random states stay as they are.
+class MicroBatch(NamedTuple):
+    """A micro-batch, and how it is run.
 
-    Args:
+    Attributes:
         module: On any device.
         batch: Any nesting of tensors, of which shapes, dtypes and devices count.
         loss: See `Loss`.
-        mode: One of `MODES`.
-        units: Names of the modules that are computed again, of which none is inside of another.
+        units: Names of modules of which none is inside of another.
         dtype: That floating-point parameters, buffers and inputs take; None: their own.
         autocast: Dtype of autocast around the loss; None: there is none.
         trains: Modules are in training mode, whatever they are in now.
+        around: Context of the run, in which the module may be another.
+    """
+
+    module: nn.Module
+    batch: Any
+    loss: Loss
+    units: Sequence[str] = ()
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    trains: bool = True
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+
+
+def foresee(given: MicroBatch, *, mode: str = "none", again: Sequence[str] | None = None) -> Foreseen:
+    """Run a micro-batch without memory; the module, its buffers and random states stay as they are.
+
+    Args:
+        given: What is run.
+        mode: "none", "selective" or "full", of activation checkpointing.
+        again: Names of the units that are computed again, if the mode is not "none"; default: all.
 
     Raises:
         UnforeseenError: If the run fails; says why.
         LeftBehindError: If the model keeps tensors of the run where they cannot be taken out.
     """
-    fake = fake_tensors()
+    names = given.units if again is None else again
     known = weakref.WeakKeyDictionary[Any, int]()
     live = _Live(known)
+
+    def run(fake: Any) -> int:
+        wrap = partial(partial, _checkpointed, mode)
+        with _replaced(given.module, names if mode != "none" else (), wrap):
+            return _run(fake, live, known, given, backward=True)
+
+    return _foreseen(live, _without_memory(given.module, known, run))
+
+
+def profile_units(given: MicroBatch) -> Profile | None:
+    """Bytes and operations of the forwards of units, as budgets look at them (`activation.budget`), without memory.
+
+    Raises:
+        UnforeseenError, LeftBehindError: See `foresee`.
+    """
+    known = weakref.WeakKeyDictionary[Any, int]()
+    found: list[StepProfile] = []
+
+    def run(fake: Any) -> None:
+        def begun(tensors: Mapping[str, Tensor]) -> None:
+            found.append(StepProfile(storage_keys(tensors.values())))
+
+        numbers = {name: number for number, name in enumerate(given.units)}
+
+        def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            return partial(_measured, found, numbers[name], name, given.module.get_submodule(name), forward)
+
+        with _replaced(given.module, given.units, wrap):
+            _run(fake, _Live(known), known, given, backward=False, begun=begun)
+
+    _without_memory(given.module, known, run)
+    return found[0].result()
+
+
+def _without_memory(module: nn.Module, known: Any, run: Callable[[Any], T]) -> T:
+    """What a run gives.
+
+    Args:
+        module: For errors.
+        known: Storages of the run, which are gone afterwards.
+        run: Takes the mode of tensors without memory.
+    """
+    fake = fake_tensors()
     try:
-        inputs = _run(fake, live, known, module, batch, loss, (mode, units), (dtype, autocast), trains)
+        result = run(fake)
     except Exception as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise UnforeseenError(f"{type(module).__name__} cannot be run on tensors without memory: {said}") from error
     finally:
         # A tensor that is left somewhere must not turn real ones that it meets into its like.
         fake.allow_non_fake_inputs = False
-    del fake
+    del fake, run
     if len(known):
         gc.collect()
     if len(known):
@@ -143,7 +197,7 @@ def foresee(
             f"functools.lru_cache), and so {len(known)} of a run without memory, which training would meet: leave the "
             "example out, or pin the settings"
         )
-    return _foreseen(live, inputs)
+    return result
 
 
 def _foreseen(live: _Live, inputs: int) -> Foreseen:
@@ -172,43 +226,43 @@ def _run(
     fake: Any,
     live: _Live,
     known: Any,
-    module: nn.Module,
-    batch: Any,
-    loss: Loss,
-    recomputed: tuple[str, Sequence[str]],
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-    trains: bool,
+    given: MicroBatch,
+    *,
+    backward: bool,
+    begun: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None,
 ) -> int:
-    """Run forward and backward; the bytes of the batch."""
-    dtype, autocast = dtypes
-    with states_kept(), _modes_kept(module, trains), _attributes_kept(module), _recomputed(module, *recomputed):
+    """Run forward, and backward if it is asked for; the bytes of the batch."""
+    module, dtype = given.module, given.dtype
+    with states_kept(), _modes_kept(module, given.trains), _attributes_kept(module), given.around():
         tensors = {name: _faked(fake, tensor, known, dtype) for name, tensor in _named_tensors(module)}
-        given = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, batch)
-        in_units = tuple(f"module.{name}." for name in recomputed[1])
+        begun(tensors)
+        batch = tree_map(lambda x: _faked(fake, x, known, dtype) if isinstance(x, Tensor) else x, given.batch)
+        in_units = tuple(f"module.{name}." for name in given.units)
         gradients = [
             tensor.register_post_accumulate_grad_hook(partial(live.drop_gradient, not name.startswith(in_units)))
             for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values()
             if tensor.requires_grad
         ]
         kind = next((tensor.device.type for tensor in tensors.values()), "cpu")
-        casts = contextlib.nullcontext() if autocast is None else torch.autocast(kind, autocast)
-        with _watched([module.get_submodule(name) for name in recomputed[1]], live.mark), fake, live, casts:
-            torch.func.functional_call(_Step(module, loss, live), tensors, (given,))
+        casts = contextlib.nullcontext() if given.autocast is None else torch.autocast(kind, given.autocast)
+        with _watched([module.get_submodule(name) for name in given.units], live.mark), fake, live, casts:
+            torch.func.functional_call(_Step(module, given.loss, live, backward), tensors, (batch,))
         del gradients
-        return sum(leaf.untyped_storage().nbytes() for leaf in tensors_in(given))
+        return sum(leaf.untyped_storage().nbytes() for leaf in tensors_in(batch))
 
 
 class _Step(nn.Module):
     """Forward and backward in one, since units that are computed again have their other tensors only meanwhile."""
 
-    def __init__(self, module: nn.Module, loss: Loss, live: _Live) -> None:
+    def __init__(self, module: nn.Module, loss: Loss, live: _Live, backward: bool) -> None:
         super().__init__()
-        self.module, self._loss, self._live = module, loss, live
+        self.module, self._loss, self._live, self._backward = module, loss, live, backward
 
     def forward(self, batch: Any) -> None:
         result = self._loss(self.module, batch)
         self._live.kept = self._live.now
-        result.backward()
+        if self._backward:
+            result.backward()
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -371,12 +425,14 @@ def _watched(units: Sequence[nn.Module], call: Callable[..., None]) -> Iterator[
 
 
 @contextlib.contextmanager
-def _recomputed(module: nn.Module, mode: str, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the units are computed again in backward."""
-    units = [module.get_submodule(name) for name in names] if mode != "none" else []
+def _replaced(
+    module: nn.Module, names: Sequence[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, units have other forwards: what `wrap` makes of a name and its forward."""
+    units = [module.get_submodule(name) for name in names]
     own = [vars(unit).get("forward") for unit in units]
-    for name, unit in zip(names, units, strict=False):
-        object.__setattr__(unit, "forward", partial(_checkpointed, name, unit.forward, mode))
+    for name, unit in zip(names, units, strict=True):
+        object.__setattr__(unit, "forward", wrap(name, unit.forward))
     try:
         yield
     finally:
@@ -387,7 +443,25 @@ def _recomputed(module: nn.Module, mode: str, names: Sequence[str]) -> Iterator[
                 object.__setattr__(unit, "forward", forward)
 
 
-def _checkpointed(name: str, forward: Callable[..., Any], mode: str, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(mode: str, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = without_caches(name, args, kwargs)
     contexts: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
+
+
+def _measured(
+    profiles: list[StepProfile],
+    number: int,
+    name: str,
+    unit: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    args, kwargs = without_caches(name, args, kwargs)
+    replay = Replay(forward, args, kwargs)
+    inputs = replay.take_tensors()
+    over = profiles[0].measure(number, unit, lambda: replay.again(inputs), inputs)
+    result = replay(*inputs)
+    over(result)
+    return result

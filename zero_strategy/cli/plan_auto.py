@@ -17,6 +17,7 @@ from zero_strategy.auto.roof import ASSUMED_GPU, Roof, measure, measure_drive
 from zero_strategy.cli.plan_example import example_of
 from zero_strategy.cli.plan_model import Built
 from zero_strategy.config import ZeroConfig
+from zero_strategy.integrations.huggingface.sequence_models import tiles_of
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget
 from zero_strategy.runtime.terminal import table
@@ -107,6 +108,7 @@ def _foreseen(
         return None, "not known: let the factory return (model, optimizer, batches, loss), or reserve --activations"
     most = max(rows, asked.auto.global_batch // shares_of(plan))
     try:
-        return ForeseenRows(built.module, example, units_of(built.module, plan), most, plan.compute_dtype), ""
+        units, tiles = units_of(built.module, plan), tiles_of(built.module)
+        return ForeseenRows(built.module, example, units, most, plan.compute_dtype, tiles), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; reserve --activations"

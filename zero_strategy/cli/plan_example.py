@@ -9,7 +9,8 @@ from torch import nn
 
 from zero_strategy.auto.decide import units_of
 from zero_strategy.auto.example import Example
-from zero_strategy.auto.foreseen import UnforeseenError, foresee
+from zero_strategy.auto.foreseen import MicroBatch, UnforeseenError
+from zero_strategy.auto.recomputation import Recomputation
 from zero_strategy.cli.plan_model import Built, Finetuning
 from zero_strategy.planning.memory_plan import MemoryPlan
 
@@ -49,12 +50,10 @@ def foreseen_activations(built: Built, plan: MemoryPlan, rows: int | None, token
         )
     if example is None:
         return 0, ""
-    mode = "full" if plan.recompute else plan.resolved.config.activation_checkpointing.mode
-    if mode not in ("none", "selective", "full"):
-        return 0, f"activations of mode {mode} are not foreseen: reserve --activations"
+    way = Recomputation("full") if plan.recompute else Recomputation.of(plan.resolved.config)
+    units = units_of(built.module, plan)
     try:
-        units = units_of(built.module, plan)
-        found = foresee(built.module, example.batch, example.loss, mode=mode, units=units, dtype=plan.compute_dtype)
+        found = way.foresee(MicroBatch(built.module, example.batch, example.loss, units, plan.compute_dtype))
     except UnforeseenError as error:
         return 0, f"activations are not known: {error}; reserve --activations"
     return found.peak, f"activations: foreseen without memory, of a micro-batch of {example.rows or '?'} row(s)"

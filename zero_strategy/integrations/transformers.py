@@ -1,7 +1,7 @@
 """ZeRO for scripts written for transformers: its Trainer, its models, and callbacks."""
 
 from zero_strategy.integrations.huggingface.pretrained import from_pretrained, pipeline_layers, pipeline_loss
-from zero_strategy.integrations.huggingface.sequence_models import divide_sequences
+from zero_strategy.integrations.huggingface.sequence_models import divide_sequences, tiles_of
 from zero_strategy.integrations.huggingface.tensor_models import divide_layers
 from zero_strategy.integrations.huggingface.trainer import (
     WeightAveragingCallback,
@@ -20,4 +20,5 @@ __all__ = [
     "make_zero_trainer",
     "pipeline_layers",
     "pipeline_loss",
+    "tiles_of",
 ]

@@ -319,6 +319,11 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor of such a mode."""
+    return type(tensor).__name__ == "FakeTensor"  # the class is imported late
+
+
 def packet_of(op: Any) -> Any:
     """The op that an overload belongs to; None for what is no overload."""
     return getattr(op, "_overloadpacket", None)

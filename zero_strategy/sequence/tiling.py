@@ -262,9 +262,13 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, dim: int
     if x.shape[dim] <= tokens:
         return function(x)
     parts = x.split(tokens, dim)
+
+    def of_part(part: Tensor) -> Tensor:
+        return function(part.contiguous())  # for views of it; in the checkpoint, that it keeps none
+
     if not torch.is_grad_enabled():
-        return torch.cat([function(part) for part in parts], dim)
-    found = [checkpoint(function, part, use_reentrant=False) for part in parts]
+        return torch.cat([of_part(part) for part in parts], dim)
+    found = [checkpoint(of_part, part, use_reentrant=False) for part in parts]
     return torch.cat(found, dim)
 
 

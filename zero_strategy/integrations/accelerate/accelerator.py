@@ -67,7 +67,7 @@ from zero_strategy.integrations.accelerate.survival import commit_prepared, rest
 from zero_strategy.integrations.accelerate.uneven import Followers, batches_as_they_are, check_joinable
 from zero_strategy.integrations.casts import tell_casts
 from zero_strategy.integrations.huggingface.sequence_batches import cut_batches
-from zero_strategy.integrations.huggingface.sequence_models import SequenceModel, divide_sequences
+from zero_strategy.integrations.huggingface.sequence_models import SequenceModel, divide_sequences, tiles_of
 from zero_strategy.integrations.huggingface.tensor_models import divide_if_asked, use_replaced
 from zero_strategy.integrations.takeover import hold, take_over
 from zero_strategy.ops.library import norm_order
@@ -333,6 +333,7 @@ class ZeroAccelerator(Accelerator):
         decision = decide(
             self.zero_config, model, world_size=self.num_processes, device=self.device, rows=rows,
             optimizer=self._optimizer_state, accumulation=int(steps.value), example=None if evaluates else example,
+            tiles=tiles_of(model),
         )  # fmt: skip
         self.zero_config = decision.config
         self.slot_training.take_config(self.zero_config)

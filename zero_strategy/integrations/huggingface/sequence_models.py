@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +76,31 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
         divided.append(SequenceModel(outer, model, engine.sequence, tokens))
         engine.when_plain(divided[-1].undo)
     return divided
+
+
+def tiles_of(module: nn.Module) -> Callable[[int], AbstractContextManager[None]] | None:
+    """A context in which a module's Hugging Face models compute so many tokens at a time; None: they cannot.
+
+    For a run without memory, before there is an engine: `divide_sequences` does it for a training.
+    """
+    found = hugging_face_models(module)
+    try:
+        for _, model in found:
+            check_tileable(model)
+    except ValueError:
+        return None
+    return partial(_tiled, found) if found else None
+
+
+@contextmanager
+def _tiled(found: list[tuple[nn.Module, Any]], tokens: int) -> Iterator[None]:
+    alone = SequenceGroup(None)
+    models = [SequenceModel(outer, model, alone, tokens) for outer, model in found]
+    try:
+        yield
+    finally:
+        for model in models:
+            model.undo()
 
 
 class SequenceModel:

@@ -17,6 +17,7 @@ from zero_strategy.auto.decide import check_batches_come, decide
 from zero_strategy.auto.example import Example, of_dataset
 from zero_strategy.auto.foreseen import states_kept
 from zero_strategy.config import ZeroConfig
+from zero_strategy.integrations.huggingface.sequence_models import tiles_of
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def choose_for_fit(
         example = _example(strategy, trainer, module)
     return decide(
         config, module, world_size=world_size, compute_dtype=compute_dtype, device=strategy.root_device,
-        accumulation=int(trainer.accumulate_grad_batches), example=example,
+        accumulation=int(trainer.accumulate_grad_batches), example=example, tiles=tiles_of(module),
     ).config  # fmt: skip
 
 

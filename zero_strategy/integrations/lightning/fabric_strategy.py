@@ -35,6 +35,7 @@ from zero_strategy.config import (
 from zero_strategy.convert.convert import open_any
 from zero_strategy.engine import ZeroEngine
 from zero_strategy.fsdp.materialize import parameters_on_meta
+from zero_strategy.integrations.huggingface.sequence_models import tiles_of
 from zero_strategy.integrations.huggingface.tensor_models import use_replaced
 from zero_strategy.integrations.lightning.checkpoint_dict import (
     FABRIC_FILE,
@@ -274,6 +275,7 @@ class FabricStrategy(TensorMesh, _Base):
             self.config = decide(
                 self.config, module, world_size=count_processes(self), device=self.root_device,
                 compute_dtype=self.precision.plan.compute_dtype, example=self.example,
+                tiles=tiles_of(module),
             ).config  # fmt: skip
         resolved = self._resolve()
         check_owned(self.config, resolved.facts)
