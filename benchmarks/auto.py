@@ -1,7 +1,9 @@
 """Chosen settings (`auto.enabled`): whether they fit where memory is scarce, and how near to the best they are.
 
     python -m benchmarks.auto cells --count 200     # random models, ranks, limits of memory: runs that end, refusals
-    python -m benchmarks.auto grid --count 40       # all candidates of a cell measured: the chosen one over the best
+    python -m benchmarks.auto grid --count 40       # candidates of a cell measured: the chosen one over the best
+
+The grid leaves out what does all that another candidate does, and more: units computed again, blocks mapped, a drive.
 
 A cell is a model (a GPT, or one of transformers), a number of ranks, rows of a step, a limit of each process's memory
 (RLIMIT_DATA) and perhaps a drive. Its ranks are forked from this process, choose, and train some steps.
@@ -204,11 +206,12 @@ def rank_of_refused(cell: Cell, drive: str, rank: int) -> dict[str, Any]:
 
 
 def rank_of_grid(cell: Cell, drive: str, rank: int, most: int) -> dict[str, Any]:
-    """Choose, and measure the candidates of the table."""
+    """Choose, and measure the candidates, those that are predicted quickest first."""
     model = model_of(cell)
-    found = choose(cell, model, drive, most)
+    found = choose(cell, model, drive, 100_000)
     measured = []
-    candidates = found.figures["candidates"]
+    chosen, *others = found.figures["candidates"]
+    candidates = [chosen, *filter(may_be_quickest, others)][:most]
     for each in (candidates[0], *candidates):  # the first time everything is slower
         settings = {**each["settings"], "offload.nvme_path": [drive], "offload.probe_seconds": 0.0}
         count = max(5, min(12, round(2 / each["seconds"]["total"])))
@@ -216,7 +219,14 @@ def rank_of_grid(cell: Cell, drive: str, rank: int, most: int) -> dict[str, Any]
             cell, model, load_config(nested(settings)), each["rows"], each["accumulation"], count, gather=True
         )
         measured.append({**each, "measured": seconds})
-    return {"measured": measured[1:]}
+    return {"measured": measured[1:], "of": len(others) + 1}
+
+
+def may_be_quickest(candidate: dict[str, Any]) -> bool:
+    """True if no other candidate does a part of its work alone."""
+    settings = candidate["settings"]
+    more = settings["offload.optimizer"] != "none" or settings["offload.parameters"] != "none"
+    return not more and settings["activation_checkpointing.mode"] == "none" and not settings["mmap_threshold"]
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +338,7 @@ def main() -> None:
     parser.add_argument("what", choices=("cells", "grid"))
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first cell")
-    parser.add_argument("--most", type=int, default=24, help="of grid: candidates that are measured")
+    parser.add_argument("--most", type=int, default=100, help="of grid: candidates that are measured")
     parser.add_argument("--refused", action="store_true", help="of cells: try what is refused with what takes least")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

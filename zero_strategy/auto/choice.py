@@ -28,6 +28,8 @@ from zero_strategy.runtime.terminal import size, table
 
 SHOWN = 10
 """Candidates of a table."""
+_WORTH = 0.03
+"""Part of a step's time that has to be gained by ways that save memory, before they are looked at: it takes time."""
 _NEAR = 0.01
 """Part of a step's time by which two candidates are alike; of such the simpler one is taken."""
 
@@ -253,7 +255,7 @@ def _lacking(found: Sequence[Considered]) -> dict[Any, Considered]:
     return {
         _but_recomputation(each.candidate): each
         for each in reversed(found)  # of each kind the first one, which computes nothing again
-        if not each.fits and each.seconds.total < best
+        if not each.fits and each.seconds.total < best * (1 - _WORTH)
     }
 
 
@@ -275,12 +277,21 @@ def _saving(
     They take longer than what keeps all, and with tiles a model gives no logits. Each way is run without memory, once.
     """
     best = min((each.seconds.total for each in found if each.fits), default=math.inf)
+    seen: dict[Any, list[Considered]] = {}
     for candidate in more:
-        whole = lacking.get(_but_recomputation(candidate))
-        if whole is None or whole.seconds.total >= best or not foreseen.knows(candidate.way):
+        of = _but_recomputation(candidate)
+        if (whole := lacking.get(of)) is None:
+            continue
+        alike = seen.setdefault(of, [whole])
+        too_slow = (each for each in alike if each.seconds.total > best * (1 - _WORTH))
+        if any(candidate.way.is_slower(each.candidate.way) for each in too_slow):
+            continue
+        # A tile of an MLP is computed again.
+        if whole.seconds.total > best * (1 - _WORTH) or not foreseen.knows(candidate.way):
             continue
         considered = _considered(candidate, foreseen, budget, roof)
         best = min(best, considered.seconds.total) if considered.fits else best
+        alike.append(considered)
         yield considered
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -137,7 +138,10 @@ class CountedRows:
 
 
 class ForeseenRows:
-    """Micro-batches of a model, by their rows: two are run without memory, the others lie on a line through them.
+    """Micro-batches of a model, by their rows: a few are run without memory, the others lie on lines.
+
+    What keeps all is run with two numbers of rows. Of another way the largest micro-batch is run alone: the part of its
+    figures that does not depend on rows is the same.
 
     Args:
         module: The model.
@@ -164,7 +168,7 @@ class ForeseenRows:
         self._most = most or example.rows
         # Not one, if it can be helped, as a batch norm refuses that; it is on the line, too.
         self._least = min(2 if self._most > 2 else 1, self._most)
-        self._ends: dict[Recomputation, tuple[Foreseen, Foreseen] | None] = {}
+        self._ends: dict[Recomputation, tuple[Foreseen | None, Foreseen] | None] = {}
         self.rows = 0 if example.rows else self._most or 1
         self.tiles = tiles is not None
         self._ends[Recomputation()] = self._ends_of(Recomputation())
@@ -175,6 +179,8 @@ class ForeseenRows:
         """See `MicroBatches`."""
         if way not in self._ends:
             try:
+                if not way.keeps_all and not self.knows(way.keeping_all()):
+                    raise UnforeseenError("nor is it known without recomputation")
                 self._ends[way] = self._ends_of(way)
             except UnforeseenError:
                 self._ends[way] = None
@@ -182,28 +188,47 @@ class ForeseenRows:
 
     def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
         """See `MicroBatches`; of a way that is not known: those of all that is kept."""
-        first, last = self._found(way)
         names = ("peak", "with_gradients", "last", "in_heap")
-        one = {name: round(self._on_line(getattr(first, name), getattr(last, name), rows)) for name in names}
-        after = [round(self._on_line(*each, rows)) for each in zip(first.after_units, last.after_units, strict=False)]
+        one = {name: round(self._figure(way, rows, attrgetter(name))) for name in names}
+        _, last = self._found(way)
+        after = [
+            round(self._figure(way, rows, lambda each, unit=unit: each.after_units[unit]))  # type: ignore[misc]
+            for unit in range(len(last.after_units))
+        ]
         return MicroBatchBytes(**one, after_units=tuple(after))
 
     def seconds(self, way: Recomputation, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """See `MicroBatches`."""
-        first, last = (
-            roof.seconds(each.work) + roof.mapping(each.mapped if maps else each.always_mapped)
-            for each in self._found(way)
+        return self._figure(
+            way,
+            rows,
+            lambda each: roof.seconds(each.work) + roof.mapping(each.mapped if maps else each.always_mapped),
         )
-        return self._on_line(first, last, rows)
 
-    def _found(self, way: Recomputation) -> tuple[Foreseen, Foreseen]:
+    def _figure(self, way: Recomputation, rows: int, of: Callable[[Foreseen], float]) -> float:
+        first, last = self._found(way)
+        end = of(last)
+        if rows >= self._most:
+            return end
+        start = self._start(first, last, of)
+        if first is None:
+            start = max(0.0, min(end, self._start(*self._found(way.keeping_all()), of)))
+        return start + (end - start) * rows / self._most
+
+    def _start(self, first: Foreseen | None, last: Foreseen, of: Callable[[Foreseen], float]) -> float:
+        """The figure of no rows."""
+        if first is None or self._least == self._most:
+            return of(last)
+        return of(last) - (of(last) - of(first)) * self._most / (self._most - self._least)
+
+    def _found(self, way: Recomputation) -> tuple[Foreseen | None, Foreseen]:
         found = self._ends[way if self.knows(way) else Recomputation()]
         assert found is not None
         return found
 
-    def _ends_of(self, way: Recomputation) -> tuple[Foreseen, Foreseen]:
+    def _ends_of(self, way: Recomputation) -> tuple[Foreseen | None, Foreseen]:
         last = self._run(way, self._most)
-        return self._fewest(way) or last, last
+        return (self._fewest(way) or last) if way.keeps_all else None, last
 
     def _fewest(self, way: Recomputation) -> Foreseen | None:
         if not self._example.rows or self._least == self._most:
@@ -225,11 +250,6 @@ class ForeseenRows:
                 raise UnforeseenError("the model has no tiles")
             given = given._replace(around=partial(self._tiles, way.tile_tokens))
         return way.foresee(given)
-
-    def _on_line(self, first: float, last: float, rows: int) -> float:
-        if rows >= self._most:
-            return last
-        return first + (last - first) * (rows - self._least) / (self._most - self._least)
 
 
 _LOOKED_AT = 64

@@ -45,6 +45,23 @@ class Recomputation(NamedTuple):
         every_n = settings.every_n if settings.mode == "every_n" else 0
         return cls(settings.mode, budget, every_n, settings.tile_tokens, derived)
 
+    @property
+    def keeps_all(self) -> bool:
+        """True if no unit is computed again; tiles are."""
+        return self.mode == "none"
+
+    def keeping_all(self) -> Recomputation:
+        """The way with the same tiles in which no unit is computed again."""
+        return Recomputation(tile_tokens=self.tile_tokens)
+
+    def is_slower(self, other: Recomputation) -> bool:
+        """True if it takes no less time than another way in any case: it computes the same units again, or more."""
+        if self.tile_tokens != other.tile_tokens:
+            return False
+        if other.mode == "budget":
+            return self.mode == "full" or (self.mode == "budget" and self.budget <= other.budget)
+        return other.mode == "none" or self.mode == other.mode == "full"
+
     def foresee(self, given: MicroBatch) -> Foreseen:
         """Run a micro-batch without memory; tiles are a matter of its context.
 
