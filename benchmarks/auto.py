@@ -39,7 +39,7 @@ from zero_strategy.integrations.transformers import divide_sequences, tiles_of
 from zero_strategy.planning.held import resident
 from zero_strategy.runtime.torch_private import FileStore
 
-_SECONDS = 240
+_SECONDS = 900
 _MIB = 1 << 20
 
 
@@ -214,7 +214,7 @@ def rank_of_grid(cell: Cell, drive: str, rank: int, most: int) -> dict[str, Any]
     candidates = [chosen, *filter(may_be_quickest, others)][:most]
     for each in (candidates[0], *candidates):  # the first time everything is slower
         settings = {**each["settings"], "offload.nvme_path": [drive], "offload.probe_seconds": 0.0}
-        count = max(5, min(12, round(2 / each["seconds"]["total"])))
+        count = max(4, min(12, round(2 / each["seconds"]["total"])))
         seconds, _ = steps_of(
             cell, model, load_config(nested(settings)), each["rows"], each["accumulation"], count, gather=True
         )
