@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_strategy  # noqa: F401  (names of strategies)
+from tests.auto.ranks import limit
 from zero_strategy.auto.example import Example
 from zero_strategy.config import preset
 
@@ -155,6 +157,40 @@ def test_a_choice_under_transformers(tmp_path: Path) -> None:
     assert found == trained({"stage": chosen.stage}, figures["rows"], figures["accumulation"])[0]
     with pytest.raises(ValueError, match=r"auto\.global_batch is 8 .* are those of reproducible\.slots"):
         trained({"stage": "auto", "auto": {"enabled": True, "global_batch": 8}, "reproducible": 4}, 2, 1)
+
+
+def test_tiles_that_are_chosen_are_made(tmp_path: Path) -> None:
+    """Where logits of all tokens have no room."""
+    transformers = pytest.importorskip("transformers")
+    from zero_strategy import ZeroTrainer
+
+    shape = {"vocab_size": 16384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
+    ids = torch.randint(16384, (16, 128), generator=torch.Generator().manual_seed(1)).tolist()
+    items = [{"input_ids": each, "labels": each} for each in ids]
+
+    def trained(zero: dict[str, Any]) -> tuple[str, Any]:
+        torch.manual_seed(5)
+        model = transformers.LlamaForCausalLM(config)
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, per_device_train_batch_size=16, use_cpu=True, save_strategy="no",
+            disable_tqdm=True, logging_strategy="no", report_to=[],
+        )  # fmt: skip
+        trainer = ZeroTrainer(model, args, train_dataset=items, zero_config={"mmap_threshold": 0, **zero})
+        trainer.train()
+        return digest(model), trainer.accelerator.zero_config
+
+    limit(700 << 20)
+    try:
+        found, chosen = trained({"stage": "auto"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tiles = chosen.activation_checkpointing.tile_tokens
+    assert tiles == 256 and chosen.origin_of("activation_checkpointing.tile_tokens") == "chosen: auto.enabled"
+    mode = chosen.activation_checkpointing.mode
+    pinned = {"stage": chosen.stage, "activation_checkpointing": {"mode": mode, "tile_tokens": tiles}}
+    assert found == trained(pinned)[0]
+    assert found != trained({"stage": chosen.stage})[0]
 
 
 def test_the_name_is_a_preset() -> None:

@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def way(self) -> Recomputation:
-        """What is computed again."""
+        """Modes, budgets and tiles of it."""
         return Recomputation.of(self.config)
 
     def describe(self) -> str:

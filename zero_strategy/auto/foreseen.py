@@ -172,7 +172,7 @@ def profile_units(given: MicroBatch) -> Profile | None:
 
 
 def _without_memory(module: nn.Module, known: Any, run: Callable[[Any], T]) -> T:
-    """What a run gives.
+    """The result of a run.
 
     Args:
         module: For errors.

@@ -84,7 +84,7 @@ class Recomputation(NamedTuple):
         return [name for number, name in enumerate(given.units) if number in chosen]
 
     def describe(self) -> list[str]:
-        """In words, what differs from keeping all."""
+        """Words for all that differs from keeping activations."""
         words = []
         if self.mode == "budget":
             words.append(f"keeps {self.budget:.0%} of activations")
