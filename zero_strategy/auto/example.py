@@ -64,13 +64,13 @@ class Example:
 class MicroBatchBytes:
     """Memory of a micro-batch, beside parameters and their gradients; see `Foreseen`.
 
-    Of one that is counted, and not seen, there are `peak` and `in_heap` alone.
+    Of one that is counted, and not seen, there are `peak` and `made` alone.
     """
 
     peak: int = 0
     with_gradients: int = 0
     last: int = 0
-    in_heap: int = 0
+    made: int = 0
     after_units: tuple[int, ...] = ()
 
 
@@ -98,6 +98,8 @@ Tiles = Callable[[int], AbstractContextManager[object]]
 """A context in which a model computes MLPs and the loss over so many tokens at a time."""
 
 
+_MADE = 4
+"""Times its activations that a transformer's micro-batch makes blocks."""
 _OF_MLPS = 2 / 3
 """Part of a transformer's parameters, which tiles use once more in backward."""
 
@@ -123,10 +125,10 @@ class CountedRows:
         return True
 
     def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
-        """See `MicroBatches`: all of them at once, in glibc's heap."""
+        """See `MicroBatches`: all of them at once."""
         settings = ActivationCheckpointingConfig(way.mode, way.every_n or 2, way.budget or None, way.tile_tokens)
         peak = sum(self._costs.in_tiers(rows * self._tokens, self._itemsize, settings))
-        return MicroBatchBytes(peak, in_heap=peak)
+        return MicroBatchBytes(peak, made=_MADE * peak)
 
     def seconds(self, way: Recomputation, rows: int, roof: Roof, *, maps: bool = False) -> float:
         """See `MicroBatches`: two operations a parameter and token in a forward, four in a backward."""
@@ -188,7 +190,7 @@ class ForeseenRows:
 
     def bytes_of(self, way: Recomputation, rows: int) -> MicroBatchBytes:
         """See `MicroBatches`; of a way that is not known: those of all that is kept."""
-        names = ("peak", "with_gradients", "last", "in_heap")
+        names = ("peak", "with_gradients", "last", "made")
         one = {name: round(self._figure(way, rows, attrgetter(name))) for name in names}
         _, last = self._found(way)
         after = [
@@ -202,7 +204,7 @@ class ForeseenRows:
         return self._figure(
             way,
             rows,
-            lambda each: roof.seconds(each.work) + roof.mapping(each.mapped if maps else each.always_mapped),
+            lambda each: roof.seconds(each.work) + roof.mapping(each.made if maps else each.always_mapped),
         )
 
     def _figure(self, way: Recomputation, rows: int, of: Callable[[Foreseen], float]) -> float:

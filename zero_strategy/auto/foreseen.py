@@ -77,8 +77,7 @@ class Foreseen:
         with_gradients: Bytes at most, with gradients that autograd has not yet handed over.
         last: Bytes of activations when the first large gradient of the root unit is handed over.
         after_units: Bytes beyond the present ones that are still to come, after each forward of a unit, in order.
-        in_heap: Bytes at the peak that glibc keeps in its heap: of blocks smaller than the largest that it lets decide.
-        mapped: Bytes of all blocks that are made, of those that `mmap_threshold` would map.
+        made: Bytes of all blocks that are made, of those that `mmap_threshold` would map.
         always_mapped: The same, of those that glibc maps in any case.
     """
 
@@ -88,8 +87,7 @@ class Foreseen:
     with_gradients: int = 0
     last: int = 0
     after_units: tuple[int, ...] = ()
-    in_heap: int = 0
-    mapped: int = 0
+    made: int = 0
     always_mapped: int = 0
 
     @property
@@ -208,7 +206,6 @@ def _foreseen(live: _Live, inputs: int) -> Foreseen:
         inputs: Bytes of the batch.
     """
     found: Levels = live.timeline.levels()
-    threshold = max((size for size in found.blocks if size <= LARGEST), default=0)
     return Foreseen(
         found.peak + inputs,
         live.kept,
@@ -216,8 +213,7 @@ def _foreseen(live: _Live, inputs: int) -> Foreseen:
         with_gradients=found.with_gradients + inputs,
         last=found.at_gradient + inputs,
         after_units=tuple(found.with_gradients - level for level in found.at_marks),
-        in_heap=sum(size * count for size, count in found.blocks.items() if size < threshold),
-        mapped=sum(size * count for size, count in found.made.items() if size >= MAPPED),
+        made=sum(size * count for size, count in found.made.items() if size >= MAPPED),
         always_mapped=sum(size * count for size, count in found.made.items() if size > LARGEST),
     )
 

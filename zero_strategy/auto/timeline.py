@@ -22,7 +22,6 @@ class Levels:
     Attributes:
         peak: At most, gradients of parameters left out.
         with_gradients: At most, with those that autograd has not yet handed over.
-        blocks: Sizes of the blocks at the first peak, and how many there are of each.
         at_gradient: Of activations, when the first large gradient of the root unit is handed over.
         at_marks: At each mark.
         made: Of all blocks that were made, by their size.
@@ -30,7 +29,6 @@ class Levels:
 
     peak: int = 0
     with_gradients: int = 0
-    blocks: Mapping[int, int] = field(default_factory=dict, repr=False)
     at_gradient: int = 0
     at_marks: tuple[int, ...] = ()
     made: Mapping[int, int] = field(default_factory=dict, repr=False)
@@ -72,15 +70,10 @@ class Timeline:
             counts = nbytes if at not in gone and not (block in same and nbytes > 0) else 0
             whole.append(whole[-1] + counts)
             own.append(own[-1] + (0 if same.get(block, block) in gradients else counts))
-        peak = max(range(len(own)), key=own.__getitem__)
-        blocks, made = Counter[int](), Counter[int]()
-        for at, (_, nbytes) in enumerate(self._changes):
-            made[nbytes] += nbytes > 0
-            if at < peak and own[at + 1] != own[at]:
-                blocks[abs(nbytes)] += 1 if nbytes > 0 else -1
+        made = Counter(nbytes for _, nbytes in self._changes if nbytes > 0)
         largest = max((nbytes for nbytes, _ in self._handed), default=0)
         first = next((at for nbytes, at in self._handed if nbytes and nbytes * _LARGE >= largest), len(self._changes))
-        return Levels(own[peak], max(whole), +blocks, own[first], tuple(own[at] for at in self._marks), +made)
+        return Levels(max(own), max(whole), own[first], tuple(own[at] for at in self._marks), made)
 
     def _sums_in_place(self) -> tuple[dict[int, int], set[int]]:
         """Sums by the block that they are in, and the places in the list where that one would go."""
