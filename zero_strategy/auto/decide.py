@@ -26,6 +26,7 @@ from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.fullest import MOST_OWN_BYTES
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
+from zero_strategy.planning.held import resident
 from zero_strategy.planning.machine import THREADS, THREADS_ALONE, Machine
 from zero_strategy.planning.memory_plan import MemoryPlan, plan_model
 from zero_strategy.planning.model_shape import OptimizerState
@@ -126,7 +127,8 @@ def decide(
         raise ValueError(answer)
     settings, rows, count, text, figures, yaml = answer
     config = pinned(asked, settings)
-    config._chosen = figures
+    now, most = resident()
+    config._chosen = {**figures, "resident": now - present_bytes(module, place), "resident peak": most}  # of this rank
     if _rank() == 0:
         report(_logger, "settings that were chosen (auto.enabled):\n%s", text)
     return Decision(config, rows, count, text, figures, yaml)

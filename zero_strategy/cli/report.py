@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, median
@@ -19,7 +19,7 @@ from zero_strategy.diagnostics.run_files import Interval, MemorySample, Recorded
 from zero_strategy.diagnostics.step_clock import PARTS
 from zero_strategy.planning.ledger import CATEGORIES, TIERS
 from zero_strategy.runtime.shown import shown
-from zero_strategy.runtime.terminal import complain
+from zero_strategy.runtime.terminal import complain, size
 
 MOST_POINTS = 400
 """Along a chart; steps beyond that are averaged in groups."""
@@ -35,8 +35,8 @@ Group = Sequence[StepRecord | None]
 def report_data(run: RecordedRun) -> dict[str, Any]:
     """Plain types, as the page's script takes them."""
     numbers = run.numbers
-    size = -(-len(numbers) // MOST_POINTS)
-    groups = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    grouped = -(-len(numbers) // MOST_POINTS)
+    groups = [numbers[start : start + grouped] for start in range(0, len(numbers), grouped)]
     by_rank = {rank: {record.step: record for record in records} for rank, records in run.steps.items()}
     points = {rank: [[records.get(n) for n in group] for group in groups] for rank, records in by_rank.items()}
     there = {part for records in run.steps.values() for record in records for part in record.parts}
@@ -45,7 +45,7 @@ def report_data(run: RecordedRun) -> dict[str, Any]:
         "facts": dict(run.facts),
         "directory": run.directory.name or str(run.directory),
         "steps": [group[-1] for group in groups],
-        "grouped": size,
+        "grouped": grouped,
         "recorded": len(numbers),
         "ranks": list(run.steps),
         "parts": parts,
@@ -158,6 +158,8 @@ def _chosen(run: RecordedRun) -> dict[str, Any] | None:
     predicted, measured = found["candidates"][0]["seconds"]["total"], _summary(run)["seconds"]
     said = f"Chosen: {found['candidates'][0]['said']}, predicted to take {predicted:.3g} s a step"
     said += f" (measured: {measured:.3g} s)" if measured else ""
+    said += f" and {size(_foreseen_bytes(found))} of a rank"
+    said += f" (measured: {size(nbytes)})" if (nbytes := _measured_bytes(run, found)) is not None else ""
     rows = [
         {
             "said": each["said"],
@@ -172,6 +174,25 @@ def _chosen(run: RecordedRun) -> dict[str, Any] | None:
     left = f"; {found['left out']} more candidates are left out" if found["left out"] else ""
     said += f". Activations: {found['activations']}; {found['margin']:.0%} of the memory stays free{left}."
     return {"said": said, "rows": rows}
+
+
+def _foreseen_bytes(chosen: Mapping[str, Any]) -> int:
+    """Bytes of a rank beside a copy for saves, which are not made in each step."""
+    best = chosen["candidates"][0]
+    sums = [each for each in best["ledger"]["sums"] if each["tier"] != "nvme" and each["category"] != "snapshot"]
+    return int(sum(each["taken"] for each in sums) + best["beside"])
+
+
+def _measured_bytes(run: RecordedRun, chosen: Mapping[str, Any]) -> int | None:
+    """Bytes of the first rank beyond those that it had without its model when settings were chosen; None: not known."""
+    samples = [record.memory for record in run.steps.get(0, ()) if record.memory is not None]
+    if not samples:
+        return None
+    if samples[-1].allocated_peak is not None:
+        return max(sample.allocated_peak or 0 for sample in samples)
+    most = max(sample.resident_peak for sample in samples)
+    # No more than before the training: then nobody knows how much of it the training took.
+    return most - int(chosen["resident"]) if most > chosen.get("resident peak", most) else None
 
 
 def _deaths(run: RecordedRun) -> dict[str, Any] | None:
