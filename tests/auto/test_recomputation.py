@@ -12,13 +12,14 @@ from tests.activation.alive import Recomputing
 from tests.auto.test_choice import EXAMPLE, ROOF, choice_of, yaml_of
 from tests.auto.test_foreseen import run_for_real, tokens
 from zero_strategy import ZeroEngine
+from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import choose
 from zero_strategy.auto.decide import micro_batches, without_auto
 from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import MicroBatch
 from zero_strategy.auto.recomputation import Recomputation
 from zero_strategy.config import load_config
-from zero_strategy.integrations.transformers import tiles_of
+from zero_strategy.integrations.transformers import divide_sequences, tiles_of
 from zero_strategy.planning.memory_plan import plan_model
 from zero_strategy.planning.room import Budget
 
@@ -179,3 +180,27 @@ def test_a_budget_that_nothing_keeps_to_is_not_known() -> None:
     plan = plan_model(net(), without_auto(asked), world_size=1, device="cpu")
     batches, _ = micro_batches(asked, plan, net(), Example(torch.randn(4, 8), loss))
     assert batches is not None and not batches.knows(Recomputation("budget", 0.01))
+
+
+def test_a_chosen_setting_is_no_reason_to_fail() -> None:
+    """The first of several models decides; another one may have no tiles, and its units another size."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=512, **shape))
+    settings = {
+        "activation_checkpointing.mode": "budget",
+        "activation_checkpointing.budget": 0.01,
+        "activation_checkpointing.tile_tokens": 16,
+    }
+    config = pinned(load_config(stage=1, units={"classes": ["BertLayer"]}), settings)
+    engine = ZeroEngine(bert, config)
+    assert divide_sequences(engine) == []
+    optimizer = torch.optim.AdamW(bert.parameters())
+    engine.attach(optimizer)
+    loss_of_tokens(bert, tokens(2)).backward()
+    optimizer.step()
+    assert engine.activations.recomputed
+    engine.close()
+    mine = load_config(stage=1, activation_checkpointing={"tile_tokens": 16})
+    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
+        divide_sequences(ZeroEngine(bert, mine))

@@ -41,7 +41,9 @@ class Recomputation(NamedTuple):
         """That of a config."""
         settings = config.activation_checkpointing
         budget = settings.budget or DEFAULT_BUDGET if settings.mode == "budget" else 0.0
-        derived = bool(budget) and (settings.budget is None or settings.is_derived("budget"))
+        # A chosen one is as good as a user's, who may pin it.
+        chosen = config.origin_of(f"{_SECTION}budget").startswith("chosen")
+        derived = bool(budget) and (settings.budget is None or (settings.is_derived("budget") and not chosen))
         every_n = settings.every_n if settings.mode == "every_n" else 0
         return cls(settings.mode, budget, every_n, settings.tile_tokens, derived)
 

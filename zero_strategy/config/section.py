@@ -211,9 +211,11 @@ class Section:
         self._recorded = {**self._recorded, name: Setting(copy(value), origin)}
 
     def is_derived(self, name: str) -> bool:
-        """True if a field has a value that was derived from others."""
+        """True if a field has a value that was derived from others, or chosen: nobody has asked for it."""
         recorded = self._recorded.get(name)
-        return recorded is not None and recorded.value == getattr(self, name) and recorded.origin.startswith("derived")
+        if recorded is None or recorded.value != getattr(self, name):
+            return False
+        return recorded.origin.startswith(("derived", "chosen"))
 
     def _origin(self, field: Field[Any], value: Any) -> str:
         recorded = self._recorded.get(field.name)

@@ -63,6 +63,8 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
     if not asked:
         return []
     found = hugging_face_models(engine.module)
+    if engine.sequence.size == 1 and engine.config.config.activation_checkpointing.is_derived("tile_tokens"):
+        found = [each for each in found if _is_tileable(each[1])]  # chosen, and perhaps for another model
     # All are looked at before the first is changed.
     for outer, model in found:
         if engine.sequence.size > 1:
@@ -79,16 +81,11 @@ def divide_sequences(engine: ZeroEngine) -> list[SequenceModel]:
 
 
 def tiles_of(module: nn.Module) -> Callable[[int], AbstractContextManager[None]] | None:
-    """A context in which a module's Hugging Face models compute so many tokens at a time; None: they cannot.
+    """A context in which a module's Hugging Face models compute so many tokens at a time; None: none of them can.
 
     For a run without memory, before there is an engine: `divide_sequences` does it for a training.
     """
-    found = hugging_face_models(module)
-    try:
-        for _, model in found:
-            check_tileable(model)
-    except ValueError:
-        return None
+    found = [each for each in hugging_face_models(module) if _is_tileable(each[1])]
     return partial(_tiled, found) if found else None
 
 
@@ -558,6 +555,14 @@ def _tile(model: Any, tokens: int) -> TiledHead:
     """Tile the MLPs of a causal language model, and its head."""
     tile_modules(model, tokens)
     return TiledHead(model.get_output_embeddings(), tokens)
+
+
+def _is_tileable(model: Any) -> bool:
+    try:
+        check_tileable(model)
+    except ValueError:
+        return False
+    return True
 
 
 def check_tileable(model: Any) -> None:
