@@ -160,7 +160,7 @@ def test_a_choice_under_transformers(tmp_path: Path) -> None:
 
 
 def test_tiles_that_are_chosen_are_made(tmp_path: Path) -> None:
-    """Where logits of all tokens have no room."""
+    """Logits of all tokens have no room."""
     transformers = pytest.importorskip("transformers")
     from zero_strategy import ZeroTrainer
 

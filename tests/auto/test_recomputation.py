@@ -200,7 +200,7 @@ def test_a_chosen_setting_is_no_reason_to_fail() -> None:
     loss_of_tokens(bert, tokens(2)).backward()
     optimizer.step()
     assert engine.activations.recomputed
-    engine.close()
+    engine.close(gather=True)
     mine = load_config(stage=1, activation_checkpointing={"tile_tokens": 16})
     with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
         divide_sequences(ZeroEngine(bert, mine))
