@@ -17,8 +17,9 @@ from benchmarks.gpt import GPT, GPTSize, loss_fn
 from tests.activation.alive import Alive, Recomputing
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto import foreseen
-from zero_strategy.auto.example import Example, ForeseenRows
+from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import Foreseen, LeftBehindError, Loss, MicroBatch, UnforeseenError
+from zero_strategy.auto.micro_batches import ForeseenRows
 from zero_strategy.auto.recomputation import MODES, Recomputation
 from zero_strategy.auto.roof import Roof
 

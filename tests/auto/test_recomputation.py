@@ -17,6 +17,7 @@ from zero_strategy.auto.choice import choose
 from zero_strategy.auto.decide import micro_batches, without_auto
 from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import MicroBatch
+from zero_strategy.auto.micro_batches import ForeseenRows, may_tile
 from zero_strategy.auto.recomputation import Recomputation
 from zero_strategy.config import load_config
 from zero_strategy.integrations.transformers import divide_sequences, tiles_of
@@ -107,6 +108,49 @@ def test_tiles_are_foreseen_as_they_run() -> None:
     # The gradient of the head's weight is made in the forward, and is no gradient of a parameter yet.
     assert most - 2 * 4 * 512 * 32 <= found.peak <= most + batch.nbytes
     assert loss_of_tokens(model, batch).item() > 0
+
+
+@pytest.mark.parametrize("way", [Recomputation(tile_tokens=256), Recomputation("full", tile_tokens=256)])
+def test_few_rows_have_no_tiles(way: Recomputation) -> None:
+    """Their MLPs keep all, as many tokens as are in a tile are computed at once."""
+    model, batch = llama(), torch.zeros(8, 256, dtype=torch.long)
+    tiles = tiles_of(model)
+    assert tiles is not None
+    units = [f"model.layers.{number}" for number in range(3)]
+    rows = ForeseenRows(model, Example(batch, loss_of_tokens), units, 8, tiles=tiles)
+    for count in (1, 2, 4, 8):
+        given = MicroBatch(model, batch[:count], loss_of_tokens, units, around=lambda: tiles(256))
+        found, run = rows.bytes_of(way, count), way.foresee(given)
+        assert (found.peak, found.with_gradients, found.made) == (run.peak, run.with_gradients, run.made)
+
+
+def test_what_is_not_known_counts_as_what_keeps_more() -> None:
+    model = llama()
+    rows = ForeseenRows(model, Example(tokens(8), loss_of_tokens), [f"model.layers.{n}" for n in range(3)], 8)
+    full = rows.bytes_of(Recomputation("full"), 8)
+    assert rows.bytes_of(Recomputation("full", tile_tokens=16), 8) == full
+    assert full.peak < rows.bytes_of(Recomputation(), 8).peak == rows.bytes_of(Recomputation("budget", 0.001), 8).peak
+
+
+def test_units_that_are_called_as_often_as_there_are_rows() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.layer(part) for part in x.split(4)])
+
+    rows = ForeseenRows(Turns(), Example(torch.randn(16, 16), loss), ["layer"], 16)
+    assert rows.bytes_of(Recomputation(), 8).after_units == ()
+    assert rows.bytes_of(Recomputation("full"), 8).peak < rows.bytes_of(Recomputation(), 8).peak
+
+
+def test_tiles_go_with_no_divided_mesh() -> None:
+    assert may_tile(load_config(stage=2))
+    assert not any(
+        may_tile(load_config(stage=1, mesh=mesh)) for mesh in ({"tensor": 2}, {"sequence": 2}, {"expert": 2})
+    )
 
 
 def test_models_without_tiles_have_none() -> None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_strategy.auto.candidates import Candidate, Plans, batches_of, candidates, is_open, pinned
-from zero_strategy.auto.example import MicroBatchBytes, MicroBatches
 from zero_strategy.auto.fullest import beside, expected, gaps, to_come
+from zero_strategy.auto.micro_batches import MicroBatchBytes, MicroBatches
 from zero_strategy.auto.recomputation import plain_ways, saving_ways
 from zero_strategy.auto.roof import Roof
 from zero_strategy.auto.seconds import Seconds, seconds_of
 from zero_strategy.config import ZeroConfig, resolve
 from zero_strategy.planning.changes import changes_that_fit
-from zero_strategy.planning.ledger import TIERS, Entry, Ledger, Owner
+from zero_strategy.planning.ledger import COMMUNICATORS, TIERS, Entry, Ledger, Owner
 from zero_strategy.planning.memory_plan import MemoryPlan
 from zero_strategy.planning.room import Budget, Need, needs
 from zero_strategy.runtime.terminal import size, table
@@ -169,6 +169,7 @@ def _figures(each: Considered) -> dict[str, Any]:
         "accumulation": each.candidate.accumulation,
         "activations": each.activations,
         "beside": each.beside,
+        "foreseen": _where_it_computes(each),
         "ledger": each.candidate.ledger.to_json(entries=False),
         "seconds": {
             name: _finite(value) for name, value in (*vars(each.seconds).items(), ("total", each.seconds.total))
@@ -177,6 +178,13 @@ def _figures(each: Considered) -> dict[str, Any]:
         "fits": each.fits,
         "why": each.why,
     }
+
+
+def _where_it_computes(each: Considered) -> int:
+    """Bytes of a rank in the memory where it computes, beside a copy for saves and what NCCL takes for itself."""
+    tiers = ("device",) if each.candidate.plan.device_type != "cpu" else ("device", "host")
+    entries = (entry for entry in each.candidate.ledger if entry.tier in tiers and entry.category != "snapshot")
+    return each.beside + sum(entry.taken for entry in entries if entry.owner != COMMUNICATORS)
 
 
 def _finite(value: float) -> float | None:

@@ -21,9 +21,10 @@ from torch import nn
 from zero_strategy.activation.units import outermost_names
 from zero_strategy.auto.candidates import pinned
 from zero_strategy.auto.choice import SHOWN, Choice, choose, shares_of
-from zero_strategy.auto.example import Example, ForeseenRows, MicroBatches, Tiles
+from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import UnforeseenError
 from zero_strategy.auto.fullest import MOST_OWN_BYTES
+from zero_strategy.auto.micro_batches import ForeseenRows, MicroBatches, Tiles, may_tile
 from zero_strategy.auto.roof import Roof, measure, measure_drive, measure_link, probed_bytes
 from zero_strategy.config import ZeroConfig
 from zero_strategy.planning.held import resident
@@ -108,7 +109,7 @@ def decide(
 
         return chosen
 
-    # First, as it takes memory for torch's tracing; what then is left may be planned with.
+    # First, as it takes memory for torch's tracing; what then is left may be planned with. Later runs take little.
     choose_by, refused = _or_refusal(foreseen) if first else (None, "")
     drives = _made_by_all(partial(_drive_of, asked))
     drive = drives[_rank()] if all(drives) else None  # else some ranks would find no place for their files
@@ -210,8 +211,8 @@ def micro_batches(
     wanted = asked.auto.global_batch // shares_of(plan)
     most = max(1, wanted) if wanted and example.rows else example.rows
     try:
-        units, divided = units_of(module, plan), asked.mesh.sequence > 1 or (asked.mesh.tensor or 1) > 1
-        return ForeseenRows(module, example, units, most, plan.compute_dtype, None if divided else tiles), ""
+        units, given = units_of(module, plan), tiles if may_tile(asked) else None
+        return ForeseenRows(module, example, units, most, plan.compute_dtype, given), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; keep memory free by auto.margin"
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zero_strategy.auto.candidates import Candidate
-from zero_strategy.auto.example import MicroBatchBytes
+from zero_strategy.auto.micro_batches import MicroBatchBytes
 from zero_strategy.fsdp.backward import MAX_IN_FLIGHT
 from zero_strategy.planning.buckets import facts_of
 from zero_strategy.planning.ledger import Ledger
@@ -115,7 +115,8 @@ def gaps(candidate: Candidate, micro_batch: MicroBatchBytes, ledger: Ledger | No
         return Gaps(0, 0)
     peaks = (candidate.ledger if ledger is None else ledger).peaks().only(tier="device").total.taken
     if is_mapped(candidate.config.mmap_threshold):
-        return Gaps(int(_OF_MADE_MAPPED * micro_batch.made - _NOT_AT_ONCE * peaks), 0)
+        found = int(_OF_MADE_MAPPED * micro_batch.made - _NOT_AT_ONCE * peaks)
+        return Gaps(found, max(0, found))
     moving = peaks + beside(candidate, micro_batch, ledger)
     expected = int(_OF_MADE * micro_batch.made + (_BETWEEN * peaks if candidate.accumulation > 1 else 0))
     most = _AT_MOST * moving

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zero_strategy.activation.budget import choose_within
+from zero_strategy.activation.budget import Profile, choose_within
 from zero_strategy.auto.foreseen import Foreseen, MicroBatch, UnforeseenError, foresee, profile_units
 from zero_strategy.config import DEFAULT, DEFAULT_BUDGET, ZeroConfig
 
@@ -47,15 +47,6 @@ class Recomputation(NamedTuple):
         every_n = settings.every_n if settings.mode == "every_n" else 0
         return cls(settings.mode, budget, every_n, settings.tile_tokens, derived)
 
-    @property
-    def keeps_all(self) -> bool:
-        """True if no unit is computed again; tiles are."""
-        return self.mode == "none"
-
-    def keeping_all(self) -> Recomputation:
-        """The way with the same tiles in which no unit is computed again."""
-        return Recomputation(tile_tokens=self.tile_tokens)
-
     def is_slower(self, other: Recomputation) -> bool:
         """True if it takes no less time than another way in any case: it computes the same units again, or more."""
         if self.tile_tokens != other.tile_tokens:
@@ -64,23 +55,27 @@ class Recomputation(NamedTuple):
             return self.mode == "full" or (self.mode == "budget" and self.budget <= other.budget)
         return other.mode == "none" or self.mode == other.mode == "full"
 
-    def foresee(self, given: MicroBatch) -> Foreseen:
+    def foresee(self, given: MicroBatch, profile: Callable[[], Profile | None] | None = None) -> Foreseen:
         """Run a micro-batch without memory; tiles are a matter of its context.
+
+        Args:
+            given: What is run.
+            profile: Gives the profile of its units, by which a budget chooses; default: they are profiled.
 
         Raises:
             UnforeseenError: If that fails, or no choice of units keeps to the budget; says why.
             LeftBehindError: See `foreseen.foresee`.
         """
-        return foresee(given, mode=self.mode if self.mode in MODES else "full", again=self.units_again(given))
+        return foresee(given, mode=self.mode if self.mode in MODES else "full", again=self.units_again(given, profile))
 
-    def units_again(self, given: MicroBatch) -> Sequence[str]:
-        """Names of the units that are computed again, as an engine chooses them. For errors see `foresee`."""
+    def units_again(self, given: MicroBatch, profile: Callable[[], Profile | None] | None = None) -> Sequence[str]:
+        """Names of the units that are computed again, as an engine chooses them. See `foresee`."""
         if self.mode == "every_n":
             return given.units[:: self.every_n]
         if self.mode != "budget":
             return given.units if self.mode != "none" else ()
-        profile = profile_units(given)
-        chosen, _ = (None, 0) if profile is None else choose_within(profile, self.budget, derived=self.derived)
+        found = profile_units(given) if profile is None else profile()
+        chosen, _ = (None, 0) if found is None else choose_within(found, self.budget, derived=self.derived)
         if chosen is None:
             raise UnforeseenError(f"no units keep to a budget of {self.budget:g}")
         return [name for number, name in enumerate(given.units) if number in chosen]

@@ -11,8 +11,9 @@ import torch
 
 from zero_strategy.auto.choice import Choice, NothingFitsError, choose, shares_of
 from zero_strategy.auto.decide import units_of
-from zero_strategy.auto.example import CountedRows, Example, ForeseenRows, MicroBatches
+from zero_strategy.auto.example import Example
 from zero_strategy.auto.foreseen import UnforeseenError
+from zero_strategy.auto.micro_batches import CountedRows, ForeseenRows, MicroBatches, may_tile
 from zero_strategy.auto.roof import ASSUMED_GPU, Roof, measure, measure_drive
 from zero_strategy.cli.plan_example import example_of
 from zero_strategy.cli.plan_model import Built
@@ -108,7 +109,7 @@ def _foreseen(
         return None, "not known: let the factory return (model, optimizer, batches, loss), or reserve --activations"
     most = max(rows, asked.auto.global_batch // shares_of(plan))
     try:
-        units, tiles = units_of(built.module, plan), tiles_of(built.module)
+        units, tiles = units_of(built.module, plan), tiles_of(built.module) if may_tile(asked) else None
         return ForeseenRows(built.module, example, units, most, plan.compute_dtype, tiles), ""
     except UnforeseenError as error:
         return None, f"not known: {error}; reserve --activations"

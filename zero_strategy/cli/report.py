@@ -158,8 +158,9 @@ def _chosen(run: RecordedRun) -> dict[str, Any] | None:
     predicted, measured = found["candidates"][0]["seconds"]["total"], _summary(run)["seconds"]
     said = f"Chosen: {found['candidates'][0]['said']}, predicted to take {predicted:.3g} s a step"
     said += f" (measured: {measured:.3g} s)" if measured else ""
-    said += f" and {size(_foreseen_bytes(found))} of a rank"
-    said += f" (measured: {size(nbytes)})" if (nbytes := _measured_bytes(run, found)) is not None else ""
+    if (foreseen := found["candidates"][0].get("foreseen")) is not None:
+        said += f" and {size(foreseen)} of a rank"
+        said += f" (measured: {size(nbytes)})" if (nbytes := _measured_bytes(run, found)) is not None else ""
     rows = [
         {
             "said": each["said"],
@@ -174,13 +175,6 @@ def _chosen(run: RecordedRun) -> dict[str, Any] | None:
     left = f"; {found['left out']} more candidates are left out" if found["left out"] else ""
     said += f". Activations: {found['activations']}; {found['margin']:.0%} of the memory stays free{left}."
     return {"said": said, "rows": rows}
-
-
-def _foreseen_bytes(chosen: Mapping[str, Any]) -> int:
-    """Bytes of a rank beside a copy for saves, which are not made in each step."""
-    best = chosen["candidates"][0]
-    sums = [each for each in best["ledger"]["sums"] if each["tier"] != "nvme" and each["category"] != "snapshot"]
-    return int(sum(each["taken"] for each in sums) + best["beside"])
 
 
 def _measured_bytes(run: RecordedRun, chosen: Mapping[str, Any]) -> int | None:
