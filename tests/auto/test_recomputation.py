@@ -67,7 +67,7 @@ def test_units_of_a_budget_are_those_that_a_run_chooses(budget: float, stage: in
 
 
 @pytest.mark.parametrize("way", [Recomputation("budget", 0.6), Recomputation("every_n", every_n=2)])
-def test_bytes_are_those_of_a_run(way: Recomputation) -> None:
+def test_bytes_of_a_part_are_those_of_a_run(way: Recomputation) -> None:
     batch, model = torch.randn(256, 8), net()
     given = MicroBatch(model, batch, loss, UNITS)
     names, found = way.units_again(given), way.foresee(given)

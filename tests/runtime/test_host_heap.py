@@ -19,7 +19,7 @@ def mapped_bytes() -> int:
 
 
 def blocks(threshold: int) -> tuple[int, int, int]:
-    """(mapped bytes of sixteen blocks of 16 MiB, those after they went, bytes that are free in the heap then).
+    """(mapped bytes of sixteen blocks of 16 MiB and of 8, bytes after all went, free ones when the first had gone).
 
     A block of 24 MiB has come and gone before, with which glibc's own rule stops to map smaller ones.
     """
@@ -27,13 +27,16 @@ def blocks(threshold: int) -> tuple[int, int, int]:
         assert host_heap.map_blocks(threshold)
     torch.empty(24 << 20, dtype=torch.uint8)
     before = mapped_bytes()
-    kept = [torch.empty(16 << 20, dtype=torch.uint8) for _ in range(16)]
-    between = [torch.empty(1 << 16, dtype=torch.uint8) for _ in range(16)]  # the heap does not end with the blocks
+    kept, between = [], []
+    for _ in range(16):
+        kept.append(torch.empty(16 << 20, dtype=torch.uint8))
+        # The heap does not end with the others: there are more of these than free places elsewhere.
+        between.append(torch.empty(8 << 20, dtype=torch.uint8))
     made = mapped_bytes() - before
     kept.clear()
-    left = mapped_bytes() - before
-    del between
-    return made, left, host_heap.free_in_heap()
+    free = host_heap.free_in_heap()
+    between.clear()
+    return made, mapped_bytes() - before, free
 
 
 def test_blocks_that_go_leave_gaps(fresh_ranks: Launcher) -> None:
