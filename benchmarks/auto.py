@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
@@ -346,7 +347,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         "bytes off by (median)": off("bytes"), "seconds off by (median)": off("seconds"),
         "seconds of choosing (median)": statistics.median(e["choosing"] for e in ended) if ended else None,
         "chosen / best (median)": statistics.median(ratios) if ratios else None,
-        "chosen / best (95 %)": ratios[min(len(ratios) - 1, round(0.95 * len(ratios)))] if ratios else None,
+        "chosen / best (95 %)": ratios[math.ceil(0.95 * len(ratios)) - 1] if ratios else None,
     }  # fmt: skip
 
 
