@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def way(self) -> Recomputation:
-        """Modes, budgets and tiles of it."""
+        """Mode, budget and tiles, by which activations are computed again."""
         return Recomputation.of(self.config)
 
     def describe(self) -> str:
@@ -135,7 +135,7 @@ def _spread(batches: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 Plans = dict[Any, tuple[MemoryPlan, Ledger] | None]
-"""Those that were made, by their settings; None: the settings contradict each other."""
+"""Plans that were made, by their settings; None: the settings contradict each other."""
 
 
 def candidates(

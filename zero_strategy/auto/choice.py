@@ -244,7 +244,7 @@ def choose(
     fitting = [each for each in found if each.fits]
     if not fitting:
         raise NothingFitsError(_nearest(min(found, key=lambda each: each.excess), budget, asked))
-    quickest = min(each.seconds.total for each in fitting)
+    quickest = _quickest(found)
     # The first of those that are alike: candidates come in the order of what they change.
     best = next(each for each in fitting if each.seconds.total <= quickest * (1 + _NEAR))
     rest = sorted((each for each in found if each is not best), key=lambda each: (not each.fits, each.seconds.total))
@@ -257,9 +257,14 @@ def choose(
     )
 
 
+def _quickest(found: Sequence[Considered]) -> float:
+    """Seconds of the quickest that fits; inf: nothing does."""
+    return min((each.seconds.total for each in found if each.fits), default=math.inf)
+
+
 def _lacking(found: Sequence[Considered]) -> dict[Any, Considered]:
     """Candidates that keep all that their settings allow, do not fit, and would be quicker than all that fit."""
-    best = min((each.seconds.total for each in found if each.fits), default=math.inf)
+    best = _quickest(found)
     return {
         _but_recomputation(each.candidate): each
         for each in reversed(found)  # of each kind the first one, which computes nothing again
@@ -284,7 +289,7 @@ def _saving(
 
     They take longer than what keeps all, and with tiles a model gives no logits. Each way is run without memory, once.
     """
-    best = min((each.seconds.total for each in found if each.fits), default=math.inf)
+    best = _quickest(found)
     seen: dict[Any, list[Considered]] = {}
     for candidate in more:
         of = _but_recomputation(candidate)
@@ -294,7 +299,7 @@ def _saving(
         too_slow = (each for each in alike if each.seconds.total > best * (1 - _WORTH))
         if any(candidate.way.is_slower(each.candidate.way) for each in too_slow):
             continue
-        # A tile of an MLP is computed again.
+        # Nothing that computes a part again is quicker than what keeps all, tiles of MLPs included.
         if whole.seconds.total > best * (1 - _WORTH) or not foreseen.knows(candidate.way):
             continue
         considered = _considered(candidate, foreseen, budget, roof)

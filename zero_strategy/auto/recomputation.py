@@ -20,7 +20,7 @@ _SECTION = "activation_checkpointing."
 
 
 class Recomputation(NamedTuple):
-    """A way.
+    """A choice of activations that are computed again instead of kept.
 
     Attributes:
         mode: Of activation checkpointing.
